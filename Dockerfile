@@ -1,10 +1,11 @@
 # The daemon: no torch, no CUDA, no compiler, no root. deploy/docker/rootfs.py follows these stages
 # without a container engine, and tests/integration/test_rootfs.py runs the daemon from the result.
+# The builder is not the slim image, because the native module needs its C compiler.
 ARG PYTHON_VERSION=3.12
 
-FROM python:${PYTHON_VERSION}-slim AS builder
+FROM python:${PYTHON_VERSION} AS builder
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY client ./client
 COPY server ./server
 COPY deploy/docker ./deploy/docker

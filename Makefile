@@ -10,14 +10,20 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow torture test-hostile test-gpu test-engines test-vllm-suite lint types imports proto proto-check check bench-heart bench-local bench-peers bench-ssd bench-stalls bench-ttft format golden tools rootfs lock test-floors sbom advisories clean
+.PHONY: help setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs lock wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-setup: $(VENV)/.ready  ## virtual environment with everything that run and test need
+setup: $(VENV)/.ready  ## virtual environment with everything that run and test need, and the native module
 
-$(VENV)/.ready: pyproject.toml lab/pyproject.toml
+# Without a compiler this says so, and KVHearth works without the module.
+NATIVE := client/kvhearth/native/_kvhearth.so
+$(NATIVE): client/kvhearth/native/build.py $(wildcard client/kvhearth/native/src/*)
+	$(PYTHON) client/kvhearth/native/build.py
+
+# Ordered only: new C sources do not install everything again.
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml | $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit("KVHearth needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install "$(TORCH_SPEC)"
@@ -39,6 +45,7 @@ test: $(VENV)/.ready   ## the default tests: no GPU, no root needed; TEST_JOBS=0
 test-slow: $(VENV)/.ready  ## minutes of random clients and kill -9 on real processes; docs/testing.md says how to run longer
 	$(BIN)/pytest $(PARALLEL) -m slow $(TEST_ARGS)
 
+GPU_JSON ?= gpu-run.json
 TORTURE_SEED    ?= 1
 TORTURE_SECONDS ?= 600
 
@@ -50,6 +57,20 @@ test-hostile: $(VENV)/.ready ## attackers beside a good client, two minutes; HOS
 
 test-gpu: $(VENV)/.ready   ## the CUDA copier on a real device
 	$(BIN)/pytest -m gpu tests/gpu tests/contract $(TEST_ARGS)
+
+KIT_VERSIONS  := 3.11 3.12 3.13
+KIT_PLATFORMS := --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64
+
+gpu-kit: $(VENV)/.ready    ## wheels for tests/gpu/run.py on a bare CUDA machine: tests/gpu/kit, 13 MB, Python 3.11 to 3.13
+	rm -rf tests/gpu/kit
+	for version in $(KIT_VERSIONS); do \
+	  $(PIP) download --no-deps --only-binary=:all: --implementation cp --python-version $$version $(KIT_PLATFORMS) \
+	    -r tests/gpu/kit.txt -d tests/gpu/kit || exit 1; \
+	done
+	du -sh tests/gpu/kit
+
+gpu-run: $(VENV)/.ready    ## everything that only a GPU can tell, in nine minutes: GPU_JSON=FILE; without one each part says why it skips
+	$(BIN)/python tests/gpu/run.py --json $(GPU_JSON) $(GPU_ARGS)
 
 $(ENGINES)/.packages: tests/engines/requirements.txt tests/engines/shim.py
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
@@ -143,11 +164,25 @@ advisories: $(SUPPLY)/.ready ## known advisories against the image's packages; A
 
 check: lint types imports proto-check ## everything but the tests
 
+WHEELS := $(VENV)-wheels
+
+$(WHEELS)/.ready: deploy/wheels.txt
+	test -x $(WHEELS)/bin/python || $(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/python -m pip --disable-pip-version-check -q install -r deploy/wheels.txt
+	touch $@
+
+wheels: $(WHEELS)/.ready ## wheels with the native module for x86-64 and ARM (dist/); needs docker, and qemu for the other architecture
+	$(WHEELS)/bin/cibuildwheel --platform linux --output-dir dist
+
 clean:           ## remove what make built
-	rm -rf $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake dist
+	rm -f $(NATIVE)
+	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake dist tests/gpu/kit
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)
+
+bench-gpu: $(VENV)/.ready ## kvhearth bench gpu: bandwidth and time to the first token on a GPU; the last line is one JSON object
+	$(BIN)/kvhearth bench gpu --json $(BENCH_ARGS)
 
 bench-local: $(VENV)/.ready ## kvhearth bench local: copies, lookups, memory; the last line is one JSON object
 	$(BIN)/kvhearth bench local --json $(BENCH_ARGS)
@@ -160,6 +195,9 @@ bench-peers: $(VENV)/.ready $(VENV)-lmcache/.ready $(VENV)-mooncake/.ready ## LM
 
 bench-ssd: $(VENV)/.ready $(VENV)-lmcache/.ready $(ENGINES)/.packages ## the SSD tier against its own drive, and others' files; the last line is one JSON object (needs 5 GiB of the drive)
 	$(BIN)/kvhearth bench ssd --json --lmcache $(VENV)-lmcache/bin/python --vllm $(ENGINES)/bin/python $(BENCH_ARGS)
+
+bench-scheduler: $(VENV)/.ready $(ENGINES)/.ready ## processor time of vLLM's scheduler thread with KVHearth, with its own offloading, with neither; the last line is one JSON object
+	$(BIN)/kvhearth bench scheduler --json --engine-python $(ENGINES)/bin/python $(BENCH_ARGS)
 
 bench-stalls: $(VENV)/.ready ## kvhearth bench stalls: the longest call of the daemon's loop; the last line is one JSON object (4 GiB of memory)
 	$(BIN)/kvhearth bench stalls --json $(BENCH_ARGS)

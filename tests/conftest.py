@@ -1,7 +1,80 @@
-"""Hypothesis profiles: few examples by default, more with ``--hypothesis-profile=thorough``."""
+"""Hypothesis profiles, and fixtures of several files."""
 
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+import structlog
 from hypothesis import settings
+from support.daemon import Daemon, running_daemon
+from support.native import without_native
+from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on
+
+from kvhearth import native as native_module
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 settings.register_profile("quick", max_examples=30)
 settings.register_profile("thorough", max_examples=100)
 settings.load_profile("quick")
+
+
+@pytest.fixture(scope="module")
+def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    """A daemon with the settings ``DAEMON`` of the tests' module, which must leave it in order."""
+    with running_daemon(arena=False, **request.module.DAEMON) as daemon:
+        yield daemon
+        end_well(daemon)
+
+
+@pytest.fixture(scope="module")
+def neighbour(daemon: Daemon) -> Iterator[Engine]:
+    """A well-behaved engine of that daemon."""
+    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
+        yield engine
+
+
+@pytest.fixture
+def unhurt_neighbour(neighbour: Engine) -> Iterator[None]:
+    """Checks after the test that the neighbour still stores and loads."""
+    yield
+    goes_on(neighbour)
+
+
+@pytest.fixture
+def session(daemon: Daemon) -> Iterator[RawSession]:
+    """A session of the tests' own making."""
+    with RawSession(daemon) as session:
+        yield session
+
+
+@pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes settings from the environment."""
+    for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Restores the process' logging after the test."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    structlog.reset_defaults()
+
+
+@pytest.fixture(params=["native", "numpy"])
+def native(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a test twice: with the native module, and without it."""
+    if request.param == "numpy":
+        with without_native():
+            yield
+        return
+    if reason := native_module.available():
+        pytest.skip(f"no native module: {reason}")
+    yield

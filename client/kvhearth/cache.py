@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from kvhearth.client import KVClient, connect
+from kvhearth.codec import LOSSLESS
 from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
-from kvhearth.copiers.base import BlockFailure, CopyKind, Done
+from kvhearth.copiers.base import BlockFailure, Copier, CopyKind, Done
+from kvhearth.copiers.host import HostCopier
 from kvhearth.errors import ClientReason, KVHearthError, NoReason, Reason
 from kvhearth.model import I64, Bools, Records
 from kvhearth.results import CommitGroup, LookupResult, PromotionWait, usable_tokens
@@ -56,7 +58,7 @@ class StoreResult:
         duplicate: number of blocks whose keys were bound already.
         failed: number of the others.
         reason: why the first of these failed, or empty.
-        bytes: bytes copied for the stored blocks.
+        bytes: bytes at rest of the stored blocks.
         copy_s: seconds that the copies took, checksums included.
     """
 
@@ -137,7 +139,13 @@ def open(
 
 
 def contract_for(
-    pages: Any, *, model: str, revision: str, block_tokens: int = 16, **fields: Any
+    pages: Any,
+    *,
+    model: str,
+    revision: str,
+    block_tokens: int = 16,
+    codec: str = LOSSLESS,
+    **fields: Any,
 ) -> Contract:
     """Return the contract of blocks like ``pages[i]``; each holds ``block_tokens`` tokens.
 
@@ -147,10 +155,13 @@ def contract_for(
         pages: an array or tensor of shape (n, ...), or a list of n of shape (...).
         model, revision: identity of the weights.
         block_tokens: tokens in one block.
+        codec: how blocks are encoded at rest, ``fp8`` or ``int4``: a loss within the bounds of
+            docs/protocol.md for a half or a quarter of the bytes. Lossless by default.
         fields: further fields of ``Contract``.
 
     Raises:
         ValueError: for a dtype that is none of ``kvhearth.contract.DTYPE_BYTES``.
+        KVHearthError: ``bad_contract`` for blocks that the codec cannot encode.
     """
     block = pages[0]
     dtype, shape = dtype_name(block), [int(extent) for extent in block.shape]
@@ -158,7 +169,7 @@ def contract_for(
         raise ValueError(f"pages of {dtype}: use one of {', '.join(DTYPE_BYTES)}")
     group = GroupSpec(GroupKind.FULL, block_tokens, math.prod(shape) * DTYPE_BYTES[dtype])
     fields = {"layout": "x".join(map(str, shape)), "model_dtype": dtype, **fields}
-    return Contract(model, revision, dtype, (group,), **fields)
+    return Contract(model, revision, dtype, (group,), **fields).with_codec(codec)
 
 
 class Cache:
@@ -210,7 +221,7 @@ class Cache:
             raise KVHearthError(Reason.BAD_CONTRACT, "a cache serves contracts of one KV group")
         self.client = client
         self._spec = client.contract.groups[_GROUP]
-        batch_blocks = max(batch_bytes // self._spec.page_bytes, 1)
+        batch_blocks = max(batch_bytes // self._spec.engine_bytes, 1)
         self._batch_blocks = min(batch_blocks, RESERVE_BLOCKS_MAX)
         self._patience = _Patience(store_wait_s)
         self._copiers = copiers
@@ -317,16 +328,9 @@ class Cache:
         try:
             with pool.order.after(job.mark):
                 copier = pool.copier_of(kv, boot_id)
-                ticket = None
-                if copier is not None and kind is CopyKind.STORE:
-                    ticket = copier.store(boot_id, numbers, extents, wait_s=_SLICE_S)
-                elif copier is not None:
-                    ticket = copier.load(boot_id, extents, numbers, wait_s=_SLICE_S)
-            if copier is None or ticket is None:
+                done = None if copier is None else _run(copier, kind, boot_id, numbers, extents)
+            if done is None:
                 return None
-            # Only its end frees the pages: a deadline here would hand them out too early.
-            while (done := copier.wait(ticket, _SLICE_S)) is None:
-                pass
             if kind is CopyKind.LOAD:
                 with pool.order.after(job.mark):
                     source.scatter(positions, done.ok)
@@ -381,6 +385,25 @@ class Cache:
             if device not in self._pools:
                 self._pools[device] = CopierPool(self.client, {}, self._copiers, device=device)
             return self._pools[device]
+
+
+def _run(copier: Copier, kind: CopyKind, boot_id: str, pages: I64, extents: Records) -> Done | None:
+    """Copy a batch and wait until its copies have ended; None if the copier's queue stayed full."""
+    if isinstance(copier, HostCopier):
+        # On this thread: handing a block to another and back costs as much as copying it.
+        if kind is CopyKind.STORE:
+            return copier.store_now(boot_id, pages, extents)
+        return copier.load_now(boot_id, extents, pages)
+    if kind is CopyKind.STORE:
+        ticket = copier.store(boot_id, pages, extents, wait_s=_SLICE_S)
+    else:
+        ticket = copier.load(boot_id, extents, pages, wait_s=_SLICE_S)
+    if ticket is None:
+        return None
+    # Only its end frees the pages: a deadline here would hand them out too early.
+    while (done := copier.wait(ticket, _SLICE_S)) is None:
+        pass
+    return done
 
 
 class _Patience:

@@ -13,6 +13,8 @@ from kvhearth.counters import Counters
 from kvhearth.errors import KVHearthError, NoReason, Reason, reason_or_none
 from kvhearth.fail_open import Caller, T, outcome_unknown, parse_arguments
 from kvhearth.model import Ids, Records
+from kvhearth.native import library
+from kvhearth.numa import own_node
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import (
     CommitGroup,
@@ -26,6 +28,7 @@ from kvhearth.results import (
 from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import EPOCH_UNKNOWN, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
+from kvhearth.shared_index import find_mapped, posted_lookup
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
@@ -86,13 +89,13 @@ class Returns:
     def abort(self, link: Link, groups: Mapping[int, Records], *, in_doubt: bool) -> None:
         """Give back reserved extents, in as many calls as they need."""
         most = link.welcome.keys_max
-        portions = [
+        chunks = [
             codec.pack_slots(self._contract, group, flat[start : start + most])
             for group, flat in ((group, each.reshape(-1)) for group, each in groups.items())
             for start in range(0, max(flat.size, 1), most)
         ]
         kind = f"{base.ABORT.name}:in_doubt" if in_doubt else base.ABORT.name
-        for slots in portions:
+        for slots in chunks:
             request = pb.AbortRequest(groups=[slots], in_doubt=in_doubt)
             weight = len(slots.slots) // 4
             self._caller.post(link, base.ABORT, request, kind=kind, weight=weight, parts=1)
@@ -183,6 +186,8 @@ class Decisions:
             if not query.key_count:
                 boot_id = self._caller.link().boot_id
                 return LookupResult(0, None, codec.absent(own or {}), boot_id=boot_id)
+            if link.tables and (mapped := self._find_mapped(link, query, lease_id)) is not None:
+                return mapped
             request = pb.LookupRequest(
                 epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch
             )
@@ -204,6 +209,28 @@ class Decisions:
         return self._caller.decide(
             "lookup", work, lambda why: LookupResult(0, None, codec.absent(own or {}), 0, why)
         )
+
+    def lookup_mapped(self, groups: KeysByGroup) -> LookupResult | None:
+        """Look up as ``lookup`` with a lease, without a call; None if only ``lookup`` can tell."""
+        own = parse_arguments(codec.snapshot_keys, groups)
+
+        def work() -> LookupResult | None:
+            link = self._caller.held_link()
+            query = self._query(link, own)
+            return self._find_mapped(link, query, self._ids.new_id()) if query.key_count else None
+
+        return self._caller.decide("lookup_mapped", work, lambda why: None)
+
+    def _find_mapped(self, link: Link, query: Query, lease_id: int) -> LookupResult | None:
+        """Answer from the mapped index; the daemon hears of it later, for the lease and its use."""
+        found = find_mapped(link, self._contract, query, self.epoch, lease_id)
+        if found is not None:
+            request = posted_lookup(query, self.epoch, found.lease)
+            kind = f"{base.LOOKUP.name}:{lease_id or self._ids.new_id()}"
+            keys, parts = query.key_count, len(query.blobs)
+            self._caller.post(link, base.LOOKUP, request, kind=kind, weight=keys, parts=parts)
+            self._counters.add_all({"lookup_keys": keys, "lookup_hit_tokens": found.hit_tokens})
+        return found
 
     def prefetch(self, groups: KeysByGroup) -> PrefetchResult:
         """Request the promotion of blocks on slower tiers; leases nothing."""
@@ -268,7 +295,6 @@ class Decisions:
             epoch: epoch of the weights that computed the blocks. None stands for the engine's
                 current epoch, which is right only if the weights cannot have changed since.
         """
-
         own = parse_arguments(codec.own_commits, groups)
 
         def work() -> CommitResult:
@@ -511,6 +537,7 @@ def connect(
     scheduler: bool = True,
     rank: int = 0,
     map_arena: bool = True,
+    numa_node: int = -1,
 ) -> KVClient:
     """Return a client that attaches in the background; the daemon may be away.
 
@@ -521,6 +548,8 @@ def connect(
         scheduler: whether this process takes the engine's decisions.
         rank: this process's rank, or -1 if it moves no bytes.
         map_arena: map the arena into this process.
+        numa_node: NUMA node of this rank's GPU, whose memory the daemon prefers for its slots; -1
+            for that of this process's processors.
 
     Raises:
         KVHearthError: ``bad_url``, ``bad_contract`` or ``bad_message`` for arguments that cannot be
@@ -549,6 +578,8 @@ def connect(
         rank=rank,
         map_arena=map_arena,
         pid=os.getpid(),
+        numa_node=own_node() if numa_node < 0 else numa_node,
+        shared_index=scheduler and library() is not None,
     )
     return KVClient(address, contract, hello)
 
@@ -571,6 +602,11 @@ class KVClient(Decisions):
         """Mapped arena of the current boot; None while detached or if ``map_arena`` is off."""
         link = None if self._caller.closed else self._session_manager.link
         return None if link is None else link.mapping
+
+    @property
+    def index_mapped(self) -> bool:
+        """Whether the daemon shares its index, so that ``lookup_mapped`` may answer."""
+        return bool(getattr(self._session_manager.link, "tables", None))
 
     @property
     def boot_id(self) -> str:

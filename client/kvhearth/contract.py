@@ -16,6 +16,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhearth.codec import CODECS, LOSSLESS, Encoding, encoding_of
 from kvhearth.errors import KVHearthError, Reason
 
 CONTRACT_VERSION = 1
@@ -62,12 +63,15 @@ class GroupSpec:
     Attributes:
         kind: decides which blocks of the group a hit needs.
         block_tokens: tokens in one block of this group.
-        page_bytes: bytes of one *shard* of one block (all layers of the group on one rank).
+        page_bytes: bytes of one *shard* of one block (all layers of the group on one rank), as the
+            daemon has it.
         layers: number of layers.
         token_bytes: bytes per token and layer on one shard (both K and V); 0 for state groups.
         shards: number of parts that a block is cut into; 1 when all ranks hold the same bytes
             (MLA).
         window_tokens: reach of a sliding window, else 0.
+        source_bytes: bytes of one shard in the engine's pages, where the contract's codec encodes
+            this group; else 0, and the engine's pages have ``page_bytes``.
     """
 
     kind: GroupKind
@@ -77,6 +81,12 @@ class GroupSpec:
     token_bytes: int = 0
     shards: int = 1
     window_tokens: int = 0
+    source_bytes: int = 0
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of one shard in the engine's pages."""
+        return self.source_bytes or self.page_bytes
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Contract:
     """The properties of an engine's KV bytes that decide whether another engine can use them.
 
     Content that changes per block and weights reloaded live are excluded (see the module's
-    docstring).
+    docstring). ``with_codec`` makes the contract of blocks that are encoded at rest.
     """
 
     model: str
@@ -102,6 +112,7 @@ class Contract:
     decode_context_parallel: int = 1
     rope_digest: str = ""
     draft_model: str = ""
+    codec: str = LOSSLESS
     version: int = field(default=CONTRACT_VERSION)
 
     def __post_init__(self) -> None:
@@ -112,15 +123,43 @@ class Contract:
         """Number of ranks that hold KV: tensor parallel x pipeline parallel."""
         return self.tensor_parallel * self.pipeline_parallel
 
+    def with_codec(self, codec: str) -> Contract:
+        """Return the contract of the same blocks, encoded by a lossy codec; state groups stay.
+
+        Args:
+            codec: one of ``kvhearth.codec.CODECS``; ``none`` gives the lossless contract.
+
+        Raises:
+            KVHearthError: ``bad_contract`` for KV that the codec cannot encode.
+        """
+        plain = tuple(
+            dataclasses.replace(group, page_bytes=group.engine_bytes, source_bytes=0)
+            for group in self.groups
+        )
+        if codec == LOSSLESS:
+            return dataclasses.replace(self, codec=codec, groups=plain)
+        groups = tuple(_encoded(codec, self.kv_dtype, group) for group in plain)
+        return dataclasses.replace(self, codec=codec, groups=groups)
+
+    def encoding(self, group: int) -> Encoding | None:
+        """Return how blocks of a group are encoded at rest, or None if they are as in the pages."""
+        source_bytes = self.groups[group].source_bytes
+        return encoding_of(self.codec, self.kv_dtype, source_bytes) if source_bytes else None
+
     def to_json(self) -> str:
-        """Return the canonical JSON: sorted names, no spaces, ASCII only."""
+        """Return the canonical JSON: sorted names, no spaces, ASCII only, no codec without one."""
         return self._json
 
     @functools.cached_property
     def _json(self) -> str:
-        return json.dumps(
-            dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True
-        )
+        values = dataclasses.asdict(self)
+        # Contracts without a codec keep the text, and the namespace, of versions before codecs.
+        if self.codec == LOSSLESS:
+            del values["codec"]
+        for group in values["groups"]:
+            if not group["source_bytes"]:
+                del group["source_bytes"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     @classmethod
     def from_json(cls, text: str) -> Contract:
@@ -179,6 +218,18 @@ def _flat(contract: Contract) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
+def _encoded(codec: str, kv_dtype: str, group: GroupSpec) -> GroupSpec:
+    if group.kind is GroupKind.MAMBA:
+        return group
+    try:
+        encoding = encoding_of(codec, kv_dtype, group.page_bytes)
+    except ValueError as error:
+        raise _bad("codec", str(error)) from None
+    return dataclasses.replace(
+        group, page_bytes=encoding.stored_bytes, source_bytes=encoding.source_bytes
+    )
+
+
 def _bad(name: str, problem: str) -> KVHearthError:
     where = f"contract field {name!r}" if name else "contract"
     return KVHearthError(Reason.BAD_CONTRACT, f"{where}: {problem}", field=name)
@@ -220,10 +271,14 @@ def _check(contract: Contract) -> None:
             "hash_bytes", f"{contract.hash_bytes} is not in {KEY_BYTES_MIN}..{KEY_BYTES_MAX}"
         )
     _check_geometry(contract)
+    if contract.codec not in CODECS:
+        raise _bad("codec", f"{contract.codec!r} is not one of {', '.join(CODECS)}")
     if not 1 <= len(contract.groups) <= GROUPS_MAX:
         raise _bad("groups", f"{len(contract.groups)} groups, must be 1..{GROUPS_MAX}")
     for index, group in enumerate(contract.groups):
         _check_group(contract, group, f"groups[{index}].")
+    if contract.codec != LOSSLESS and not any(group.source_bytes for group in contract.groups):
+        raise _bad("codec", f"{contract.codec} encodes no state group, and there are no others")
 
 
 def _check_geometry(contract: Contract) -> None:
@@ -250,6 +305,7 @@ def _check_group(contract: Contract, group: GroupSpec, where: str) -> None:
         raise _bad(where + "block_tokens", f"{group.block_tokens} is not in 1..{1 << 20}")
     if not 1 <= group.page_bytes <= PAGE_BYTES_MAX:
         raise _bad(where + "page_bytes", f"{group.page_bytes} is not in 1..{PAGE_BYTES_MAX}")
+    _check_codec(contract, group, where)
     if not 1 <= group.layers <= 4096:
         raise _bad(where + "layers", f"{group.layers} is not in 1..4096")
     if not 1 <= group.shards <= contract.world_size:
@@ -260,12 +316,35 @@ def _check_group(contract: Contract, group: GroupSpec, where: str) -> None:
         raise _bad(where + "token_bytes", f"not whole elements of {contract.kv_dtype}")
     if group.kind is not GroupKind.MAMBA:
         content = group.token_bytes * group.layers * group.block_tokens
-        if group.token_bytes and not content <= group.page_bytes <= 2 * content:
+        if group.token_bytes and not content <= group.engine_bytes <= 2 * content:
             raise _bad(
-                where + "page_bytes",
-                f"{group.page_bytes} does not fit {group.layers} layers x {group.block_tokens} "
+                where + ("source_bytes" if group.source_bytes else "page_bytes"),
+                f"{group.engine_bytes} does not fit {group.layers} layers x {group.block_tokens} "
                 f"tokens x {group.token_bytes} bytes = {content}",
             )
     windowed = group.kind is GroupKind.SLIDING_WINDOW
     if windowed != (group.window_tokens > 0) or not 0 <= group.window_tokens <= WINDOW_TOKENS_MAX:
         raise _bad(where + "window_tokens", f"{group.window_tokens} with kind {group.kind}")
+
+
+def _check_codec(contract: Contract, group: GroupSpec, where: str) -> None:
+    encoded = contract.codec != LOSSLESS and group.kind is not GroupKind.MAMBA
+    if encoded != (group.source_bytes != 0):
+        raise _bad(
+            where + "source_bytes",
+            f"{group.source_bytes} with codec {contract.codec}: use Contract.with_codec",
+        )
+    if not encoded:
+        return
+    if not 1 <= group.source_bytes <= PAGE_BYTES_MAX:
+        raise _bad(where + "source_bytes", f"{group.source_bytes} is not in 1..{PAGE_BYTES_MAX}")
+    try:
+        encoding = encoding_of(contract.codec, contract.kv_dtype, group.source_bytes)
+    except ValueError as error:
+        raise _bad(where + "source_bytes", str(error)) from None
+    if group.page_bytes != encoding.stored_bytes:
+        raise _bad(
+            where + "page_bytes",
+            f"{group.page_bytes}, but {contract.codec} makes {group.source_bytes} bytes of "
+            f"{contract.kv_dtype} {encoding.stored_bytes}",
+        )

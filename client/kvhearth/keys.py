@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
@@ -63,11 +63,6 @@ class PackedKeys(Sequence[bytes]):
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(split_keys(self.blob, self.key_bytes))
-
-
-def join_keys(keys: Iterable[bytes]) -> bytes:
-    """Return the blob of keys, in order."""
-    return b"".join(keys)
 
 
 def chain_keys(

@@ -8,8 +8,8 @@ with pages of 2 MiB.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
+import mmap
 import os
 import threading
 import time
@@ -19,17 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvhearth.counters import log_event
+from kvhearth.shared_memory import MADV_POPULATE_READ, MADV_POPULATE_WRITE, Collapse, advise
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_madvise = _libc.madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_POPULATE_READ = 22
-_POPULATE_WRITE = 23
 _PIECE_PAGES = 4096
 """Pages per system call: few enough for some ten milliseconds, the longest wait of other threads
 for the lock of the address space.
 """
-_PIECE_BYTES_MAX = 1 << 30
+_PIECE_BYTES_MAX = 256 << 20
 _NICE = 10
 _SPARE_FRACTION = 0.1
 _SPARE_BYTES = 1 << 30
@@ -44,7 +40,7 @@ class Span(NamedTuple):
     Attributes:
         address: address of its first byte.
         size_bytes: its length.
-        page_bytes: size of its pages.
+        page_bytes: size of its pages; where it is that of a huge page, smaller ones are collapsed.
         writable: whether this process may write to it.
     """
 
@@ -104,28 +100,34 @@ class Populate:
     def _touch_all(self) -> None:
         if self._allocates and not _one_node():
             return
-        for address, size_bytes, advice in _pieces(self._spans):
-            if self._stop.is_set() or (self._allocates and not _plenty(size_bytes)):
-                return
-            began = time.monotonic()
-            while _madvise(address, size_bytes, advice):
-                number = ctypes.get_errno()
-                if number != errno.EINTR or self._stop.is_set():
-                    raise OSError(number, os.strerror(number))
-            self.done_bytes += size_bytes
-            self._stop.wait(time.monotonic() - began)
+        for span in self._spans:
+            huge = span.writable and span.page_bytes > mmap.PAGESIZE
+            collapse = Collapse(span.page_bytes, advise) if huge else None
+            for address, size_bytes in _pieces(span):
+                if self._stop.is_set() or (self._allocates and not _plenty(size_bytes)):
+                    return
+                began = time.monotonic()
+                if collapse is not None:
+                    collapse.collapse(address, size_bytes)
+                self._populate(address, size_bytes, span.writable)
+                self.done_bytes += size_bytes
+                self._stop.wait(time.monotonic() - began)
+
+    def _populate(self, address: int, size_bytes: int, writable: bool) -> None:
+        how = MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ
+        while number := advise(address, size_bytes, how):
+            if number != errno.EINTR or self._stop.is_set():
+                raise OSError(number, os.strerror(number))
 
 
-def _pieces(spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
-    """Yield (address, bytes, advice) in whole pages."""
-    for span in spans:
-        piece_bytes = max(min(_PIECE_PAGES * span.page_bytes, _PIECE_BYTES_MAX), span.page_bytes)
-        address = span.address - span.address % span.page_bytes
-        end = span.address + span.size_bytes
-        advice = _POPULATE_WRITE if span.writable else _POPULATE_READ
-        while address < end:
-            yield address, min(piece_bytes, end - address), advice
-            address += piece_bytes
+def _pieces(span: Span) -> Iterator[tuple[int, int]]:
+    """Yield (address, bytes) in whole pages."""
+    piece_bytes = max(min(_PIECE_PAGES * span.page_bytes, _PIECE_BYTES_MAX), span.page_bytes)
+    address = span.address - span.address % span.page_bytes
+    end = span.address + span.size_bytes
+    while address < end:
+        yield address, min(piece_bytes, end - address)
+        address += piece_bytes
 
 
 def _one_node() -> bool:

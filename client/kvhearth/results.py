@@ -112,12 +112,15 @@ class CommitGroup:
         extents: (n, shards) ``EXTENT_DTYPE``, as reserved.
         checksums: (n, shards, 16) xxh3_128 sums, or None to let the daemon compute them.
         parent: the key before the first one in the chain, or empty.
+        chains: for keys of several chains, each chain's first position in ``keys`` and the key
+            before it or empty; ascending, from position 0. ``parent`` is then empty.
     """
 
     keys: Sequence[bytes]
     extents: Records
     checksums: U8 | None = None
     parent: bytes = b""
+    chains: Sequence[tuple[int, bytes]] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +212,7 @@ def usable_tokens(groups: Sequence[tuple[GroupSpec, Bools]], hit_tokens: int) ->
     for tokens in range(limit - limit % step, 0, -step):
         for (spec, _), count in zip(groups, counts, strict=True):
             end = tokens // spec.block_tokens
-            first = max(end - _blocks_back(spec, end), 0)
+            first = max(end - blocks_back(spec, end), 0)
             if count[end] - count[first] != end - first:
                 break
         else:
@@ -217,7 +220,7 @@ def usable_tokens(groups: Sequence[tuple[GroupSpec, Bools]], hit_tokens: int) ->
     return 0
 
 
-def _blocks_back(spec: GroupSpec, end: int) -> int:
+def blocks_back(spec: GroupSpec, end: int) -> int:
     """Return the number of blocks before a boundary that the token right after it needs."""
     if spec.kind is GroupKind.FULL:
         return end

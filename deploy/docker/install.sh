@@ -4,9 +4,10 @@
 #
 #   install.sh SOURCE IMAGE [PYTHON]
 #
-# SOURCE: a checkout (pyproject.toml, README.md, LICENSE, client, server, deploy/docker). IMAGE: a
-# directory; IMAGE/root becomes the image's /, beside it is what the daemon writes to. PYTHON: what
-# builds and, as /usr/local/bin/python3, what the image runs.
+# SOURCE: a checkout (pyproject.toml, hatch_build.py, README.md, LICENSE, client, server,
+# deploy/docker). IMAGE: a directory; IMAGE/root becomes the image's /, beside it is what the daemon
+# writes to. PYTHON: what builds and, as /usr/local/bin/python3, what the image runs. A C compiler
+# makes the native module; without one the image falls back to numpy.
 set -eu
 source=$1
 image=$2
@@ -38,8 +39,9 @@ locked "$target" requirements.lock
   "$wheel"
 "$python" -m pip --quiet --python "$target/bin/python3" check
 
-# Not needed to run: tests, stubs, headers, static libraries, numpy's Fortran compiler.
-find "$target/lib" -depth -type d \( -name tests -o -name include -o -path '*/numpy/f2py' \) -exec rm -rf {} +
+# Not needed to run: tests, stubs, headers, static libraries, numpy's Fortran compiler, and all C sources
+# of the native module: with a part of them it would count as compiled from others.
+find "$target/lib" -depth -type d \( -name tests -o -name include -o -path '*/numpy/f2py' -o -path '*/kvhearth/native/src' \) -exec rm -rf {} +
 rm -f "$target"/bin/f2py "$target"/bin/numpy-config
 find "$target/lib" -type f \( -name '*.pyi' -o -name '*.a' -o -name '*.pxd' -o -name '*.h' \) -delete
 

@@ -35,6 +35,7 @@ from kvhearth_server.observability import systemd as notify
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.observability.metrics import COUNTERS
+from kvhearth_server.observability.timings import watch_lag
 from kvhearth_server.ownership import foreign
 from kvhearth_server.preflight import (
     arena_plan,
@@ -166,13 +167,22 @@ class Reloader:
         return Reloaded(changed, restart)
 
 
+def _open_engine(
+    settings: Settings, arena: Arena, counters: Counters, tiers: Sequence[Tier]
+) -> Engine:
+    engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
+    if settings.shared_index:
+        engine.share_index()
+    return engine
+
+
 async def _serve(
     settings: Settings, arena: Arena, tiers: Sequence[Tier], again: Callable[[], Settings]
 ) -> int:
     loop = asyncio.get_running_loop()
     stopping = _stop_signal(loop)
     counters = Counters(COUNTERS)
-    engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
+    engine = _open_engine(settings, arena, counters, tiers)
     engine.turns.watch(loop)
     supervisor = Supervisor(counters)
     _follow_hangups(Reloader(settings, again, engine), engine, supervisor)
@@ -302,6 +312,7 @@ def _spawn(
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
     if engine.durable:
         supervisor.spawn("catalogue", engine.catalogue.run)
+    supervisor.spawn("lag", partial(watch_lag, engine.timings.loop_lag))
     supervisor.spawn("garbage", partial(collect_when_idle, lambda: engine.core.state.clock))
     if engine.arena.keeper is not None:
         supervisor.spawn("keeper", partial(_keep, engine.arena))
@@ -401,6 +412,8 @@ def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> Non
         boot_id=engine.boot_id,
         memory_bytes=sum(segment.bytes for segment in segments),
         pages=sorted({str(segment.page_kind) for segment in segments}),
+        huge_bytes=sum(segment.huge_bytes for segment in segments),
+        numa_nodes=sorted(set(engine.arena.slab_nodes().tolist())),
         adopted_blocks=engine.adopted_blocks,
         adopt_s=round(engine.adopt_s, 3),
         attach=str(settings.attach_socket),

@@ -19,7 +19,7 @@ from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign
-from kvhearth_server.tiers.base import Asked, DirectoryError, Tier
+from kvhearth_server.tiers.base import AbandonableCall, DirectoryError, Tier, TierFigures
 from kvhearth_server.tiers.chain import demotion_region
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
@@ -111,12 +111,13 @@ def _open_ssd(
     _log.info(
         "ssd.opened",
         directories=[str(each) for each in settings.ssd_dirs],
-        interface=tier.interface,
-        not_working={each.name: each.reason for each in tier.probe_results if each.reason},
-        segment_files=tier.files_found,
+        interface=tier.parts.interface,
+        not_working={each.name: each.reason for each in tier.parts.probe_results if each.reason},
+        segment_files=tier.figures().files_found,
     )
-    for message in tier.repairs:
-        _log.warning("ssd.directory_mended", what=message)
+    for log_dir in tier.parts.log.log_dirs:
+        for message in log_dir.directory.repairs:
+            _log.warning("ssd.directory_mended", what=message)
     return tier
 
 
@@ -161,22 +162,24 @@ async def follow_recovery(tier: SsdTier) -> None:
     began = reported_at = time.monotonic()
     with StartBar("reading back") as bar:
         while tier.recovering:
-            bar.note("SSD log files", tier.files_recovered, max(1, tier.files_found))
+            now = tier.figures()
+            bar.note("SSD log files", now.files_recovered, max(1, now.files_found))
             if time.monotonic() - reported_at >= _TELL_S:
                 reported_at = time.monotonic()
-                _log.info("ssd.reading_back", **_progress(tier))
+                _log.info("ssd.reading_back", **_progress(now))
             await asyncio.sleep(_LOOK_S)
     took = round(time.monotonic() - began, 3)
-    dropped = {n: c for n, c in tier.counts.values.items() if n.startswith("dropped_")}
-    _log.info("ssd.read_back", seconds=took, **_progress(tier), **dropped)
-    missing = tier.files_found - tier.files_recovered - tier.locked_files
+    now = tier.figures()
+    dropped = {n: c for n, c in now.counts.items() if n.startswith("dropped_")}
+    _log.info("ssd.read_back", seconds=took, **_progress(now), **dropped)
+    missing = now.files_found - now.files_recovered - now.locked_files
     if missing > 0:
         _log.error("ssd.files_not_read", files=missing, message="their blocks are lost")
 
 
-def _progress(tier: SsdTier) -> dict[str, int]:
-    blocks = tier.counts["recovered_blocks"]
-    return {"files": tier.files_recovered, "of": tier.files_found, "blocks": blocks}
+def _progress(now: TierFigures) -> dict[str, int]:
+    blocks = now.count("recovered_blocks")
+    return {"files": now.files_recovered, "of": now.files_found, "blocks": blocks}
 
 
 def check_ssd_dirs(settings: Settings) -> None:
@@ -273,7 +276,7 @@ def _ask_all(paths: list[Path], ask: Callable[[Path], str]) -> dict[Path, str]:
     """Return the answers of ``ask`` that are not empty; a hanging drive delays them briefly."""
     patience_s = SsdSettings.open_s
     end = time.monotonic() + patience_s
-    asked = {path: Asked(str(path), partial(ask, path), lambda _: None) for path in paths}
+    asked = {path: AbandonableCall(str(path), partial(ask, path), lambda _: None) for path in paths}
     found = dict[Path, str]()
     for path, each in asked.items():
         try:

@@ -15,8 +15,12 @@ import pytest
 import xxhash
 from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeDevice
+from support.native import without_native
 
 from kvhearth.copiers import Copier, Done, HostCopier, Ticket
+from kvhearth.copiers.cudart import Cudart
+from kvhearth.copiers.device import ArenaRegistration
+from kvhearth.copiers.methods import AUTO, CopyMethod
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED, FLAG_VERIFY, Records
 from kvhearth.page_layout import PagedKV, Shape
@@ -39,9 +43,13 @@ def _has_cuda() -> bool:
 NEEDS_TORCH = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 KINDS = [
     pytest.param("host-numpy"),
+    pytest.param("host-fallback"),
     pytest.param("host-torch", marks=NEEDS_TORCH),
-    pytest.param("cuda-scripted", marks=NEEDS_TORCH),
-    pytest.param("cuda", marks=pytest.mark.gpu),
+    *(
+        pytest.param(f"scripted-{method}", marks=NEEDS_TORCH)
+        for method in ("unregistered", *CopyMethod)
+    ),
+    *(pytest.param(f"cuda-{method}", marks=pytest.mark.gpu) for method in CopyMethod),
 ]
 
 
@@ -59,26 +67,43 @@ class Rig:
         self.arena = FakeArena(self.kv.page_bytes + gap_bytes)
         self._go = threading.Event()
         self._go.set()
-        self.device = FakeDevice()
+        # Portions of two blocks, of which two may be under way.
+        portion_bytes = 2 * self.kv.page_bytes
+        self.device = FakeDevice(portion_bytes=portion_bytes, window_bytes=2 * portion_bytes)
+        self.registrations: list[ArenaRegistration] = []
         # The engine captures graphs all the time: no call of the copier may break a capture.
         self.device.cuda.capturing = True
         self.copier = self._copier(options)
 
     def _copier(self, options: dict[str, Any]) -> Copier:
+        if self.kind == "host-fallback":
+            with without_native():
+                return HostCopier(self.kv, self.arena, **options)
         if self.kind.startswith("host"):
             return HostCopier(self.kv, self.arena, **options)
         from kvhearth.copiers.cuda import CudaCopier
 
-        device = self.device if self.kind == "cuda-scripted" else None
-        return CudaCopier(self.kv, self.arena, device=device, seed=7, staging_bytes=1000, **options)
+        method = self.kind.partition("-")[2]
+        if self.kind == "scripted-unregistered":
+            method = AUTO
+        elif self.kind.startswith("scripted"):
+            self.device.cuda.pin(self.arena)
+        else:
+            import torch
+
+            index = torch.cuda.current_device()
+            self.registrations.append(ArenaRegistration(self.arena, Cudart(), index))
+            assert self.registrations[-1].wait(DEADLINE_S), self.registrations[-1].error
+        device = self.device if self.kind.startswith("scripted") else None
+        return CudaCopier(self.kv, self.arena, device=device, method=method, seed=7, **options)
 
     def _base(self, *shape: int, dtype: str = "uint8") -> Any:
-        if self.kind == "host-numpy":
+        if self.kind in ("host-numpy", "host-fallback"):
             base: Any = np.zeros(shape, {"bfloat16": "uint16"}.get(dtype, dtype))
         else:
             import torch
 
-            device = "cuda" if self.kind == "cuda" else "cpu"
+            device = "cuda" if self.kind.startswith("cuda") else "cpu"
             base = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
         self.bases.append(base)
         return base
@@ -153,7 +178,7 @@ class Rig:
 
     def hold(self) -> None:
         """Let no copy end until ``proceed``."""
-        if self.kind == "cuda":
+        if self.kind.startswith("cuda"):
             pytest.skip("a real device cannot be held back")
         self.device.held = True
         self._go.clear()
@@ -168,11 +193,12 @@ class Rig:
         self.proceed()
         assert self.copier.close(DEADLINE_S)
         self.copier.check_books()  # type: ignore[attr-defined]
-        cuda = self.device.cuda
-        assert cuda.contexts == {cuda.device}, "a thread called CUDA without choosing its device"
-        assert cuda.broken_by == []
-        assert cuda.left_behind() == []
-        assert (self.device.mixed, self.device.early_records) == (0, 0)
+        self.device.check_end()
+        if self.kind in [f"scripted-{method}" for method in CopyMethod]:
+            methods = {method for method, _, _ in self.device.cuda.submitted}
+            assert methods <= {self.kind.partition("-")[2]}
+        assert all(registration.close(DEADLINE_S) for registration in self.registrations)
+        self.registrations.clear()
 
 
 def _bytes_of(tensor: Any) -> bytes:
@@ -185,7 +211,7 @@ def _bytes_of(tensor: Any) -> bytes:
 
 @pytest.fixture(params=KINDS)
 def make_rig(request: pytest.FixtureRequest) -> Any:
-    if request.param == "cuda" and not _has_cuda():
+    if request.param.startswith("cuda") and not _has_cuda():
         pytest.skip("torch sees no CUDA device")
     rigs: list[Rig] = []
 
@@ -539,7 +565,6 @@ class TestCopierContract:
 
     def test_threads_may_submit_at_once(self, make_rig: MakeRig) -> None:
         rig = make_rig("stacked")
-        rig.device.meeting = threading.Barrier(2)
         before = rig.pages()
 
         def store(first: int) -> bool:
@@ -551,7 +576,7 @@ class TestCopierContract:
 
     def test_a_forked_child_has_no_copier(self, make_rig: MakeRig) -> None:
         rig = make_rig()
-        if rig.kind != "cuda-scripted":
+        if not rig.kind.startswith("scripted"):
             pytest.skip(
                 "the cache keeps a forked child from the host copier; CUDA ends with a fork"
             )

@@ -102,7 +102,7 @@ class StuckCopier:
     def __init__(self) -> None:
         self.waits: list[float] = []
 
-    def load(self, boot_id: str, extents: Any, pages: Any) -> int:
+    def load(self, boot_id: str, extents: Any, pages: Any, *, after: object = None) -> int:
         """Begin a copy."""
         return 1
 

@@ -19,7 +19,7 @@ from support.arena_fake import FakeArena, summed
 
 import kvhearth
 from kvhearth import Contract, GroupKind, GroupSpec, connect
-from kvhearth.copiers import CopyKind
+from kvhearth.copiers.methods import CopyMethod
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY
 from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup
@@ -41,7 +41,7 @@ def torch() -> Any:
 
 @pytest.fixture
 def daemon(tmp_path: Path, torch: Any) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    command = [Path(sys.executable).parent / "kvhearth", "serve", "--socket-dir", tmp_path]
+    command = [sys.executable, "-m", "kvhearth_server", "serve", "--socket-dir", tmp_path]
     process = subprocess.Popen([*map(str, command), "--memory", "256MiB"])
     yield f"kvhearth+unix://{tmp_path}", process
     process.kill()
@@ -68,7 +68,8 @@ def _contract() -> Contract:
 
 def test_store_load_compare_and_a_daemon_that_dies(torch: Any, daemon: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
-    from kvhearth.copiers.device import ArenaRegistration, Cudart
+    from kvhearth.copiers.cudart import Cudart
+    from kvhearth.copiers.device import ArenaRegistration
 
     url, process = daemon
     client = connect(url, _contract(), engine_id="gpu-smoke")
@@ -179,7 +180,8 @@ def _verified(torch: Any, copier: Any, arena: FakeArena, pages: int) -> bool:
 
 def test_a_capture_survives_registration_and_copies_of_other_threads(torch: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
-    from kvhearth.copiers.device import HUGEPAGE_BYTES, ArenaRegistration, Cudart
+    from kvhearth.copiers.cudart import Cudart
+    from kvhearth.copiers.device import HUGEPAGE_BYTES, ArenaRegistration
 
     arena = FakeArena(1 << 20, 64)
     kv_cache = torch.randint(0, 255, (16, 1 << 20), device="cuda", dtype=torch.uint8)
@@ -206,7 +208,8 @@ def test_a_capture_survives_registration_and_copies_of_other_threads(torch: Any)
 
 def test_blocks_may_cross_the_bounds_of_registered_pieces(torch: Any) -> None:
     from kvhearth.copiers.cuda import CudaCopier
-    from kvhearth.copiers.device import HUGEPAGE_BYTES, ArenaRegistration, Cudart
+    from kvhearth.copiers.cudart import Cudart
+    from kvhearth.copiers.device import HUGEPAGE_BYTES, ArenaRegistration
 
     arena = FakeArena(3 << 20, 8)
     registration = ArenaRegistration(
@@ -226,7 +229,8 @@ def test_blocks_may_cross_the_bounds_of_registered_pieces(torch: Any) -> None:
 
 
 def test_another_thread_may_end_a_registration(torch: Any) -> None:
-    from kvhearth.copiers.device import ArenaRegistration, Cudart
+    from kvhearth.copiers.cudart import Cudart
+    from kvhearth.copiers.device import ArenaRegistration
 
     arena = FakeArena(1 << 20, 64)
     torch.zeros(1, device="cuda")
@@ -247,7 +251,7 @@ import ctypes, threading
 import numpy as np, torch
 from support.arena_fake import FakeArena
 from kvhearth.copiers.cuda import CudaCopier
-from kvhearth.copiers.device import Cudart
+from kvhearth.copiers.cudart import Cudart
 from kvhearth.copiers.device import ArenaRegistration
 from kvhearth.page_layout import PagedKV
 
@@ -294,29 +298,45 @@ def test_no_thread_makes_a_context_on_another_gpu(torch: Any) -> None:
     assert found.stdout == b"one context\n", found.stderr.decode()
 
 
-def test_staging_memory_waits_for_what_was_freed_on_the_engines_stream(torch: Any) -> None:
-    """Memory that the engine frees while its kernels still read it must not become the copier's
-    yet.
-    """
+@pytest.mark.parametrize("method", list(CopyMethod))
+def test_copies_wait_for_the_engines_kernels(torch: Any, method: CopyMethod) -> None:
     from kvhearth.copiers.cuda import CudaCopier
+    from kvhearth.copiers.cudart import Cudart
+    from kvhearth.copiers.device import ArenaRegistration
 
-    arena, staging_bytes = FakeArena(1 << 20, 16), 16 << 20
-    kv_cache = torch.zeros(2, 16, 1 << 19, device="cuda", dtype=torch.uint8)
-    ours = torch.cuda.Stream()
-    # Freed on the engine's stream, where the next allocation of that size would take it.
-    freed = torch.ones(staging_bytes, device="cuda", dtype=torch.uint8)
-    total = torch.zeros((), device="cuda", dtype=torch.int64)
+    arena, index = FakeArena(1 << 20, 16), torch.cuda.current_device()
+    kv_cache = torch.zeros(64, 32, 1 << 14, device="cuda", dtype=torch.uint8)
+    registration = ArenaRegistration(arena, Cudart(), index)
+    assert registration.wait(DEADLINE_S), registration.error
+    copier = CudaCopier(PagedKV(list(kv_cache)), arena, method=method)
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
-    total += freed.sum()
-    del freed
-    copier = CudaCopier(PagedKV(list(kv_cache)), arena, staging_bytes=staging_bytes)
-    with torch.cuda.stream(ours):
-        extents = arena.extents(range(8))
-        assert copier.wait(copier.load("boot-1", extents, np.arange(8)), DEADLINE_S).ok.all()
-    torch.cuda.synchronize()
-    assert int(total) == staging_bytes
+    kv_cache.copy_(torch.randint(0, 255, kv_cache.shape, device="cuda", dtype=torch.uint8))
+    extents, pages = arena.extents(range(16)), np.random.default_rng(3).permutation(32)[:16]
+    stored = copier.wait(copier.store("boot-1", pages, extents), DEADLINE_S)
+    assert stored.ok.all(), stored.reasons
+    before = kv_cache.clone()
+    kv_cache.fill_(1)
+    torch.cuda._sleep(200_000_000)
+    kv_cache.zero_()
+    loaded = copier.wait(copier.load("boot-1", extents, pages), DEADLINE_S)
+    assert loaded.ok.all(), loaded.reasons
+    assert torch.equal(kv_cache[:, pages], before[:, pages])
     assert copier.close(DEADLINE_S)
+    assert registration.close(DEADLINE_S)
+
+
+def test_methods_are_measured(torch: Any, tmp_path: Path) -> None:
+    from kvhearth.copiers.device import CopyDevice
+    from kvhearth.copiers.measure import Measurement
+
+    device = CopyDevice(torch.cuda.current_device())
+    measurement = Measurement(device, tmp_path / "rates.json")
+    assert measurement.wait(DEADLINE_S)
+    assert device.rates is not None
+    print(device.problems, device.rates)
+    for rates in device.rates.values.values():
+        assert all(max(row) > 0 for row in rates.values()), rates
 
 
 def test_copiers_made_after_each_attach_take_no_more_memory_or_streams(torch: Any) -> None:
@@ -327,9 +347,10 @@ def test_copiers_made_after_each_attach_take_no_more_memory_or_streams(torch: An
     used = set()
     for _ in range(40):
         arena = FakeArena(1 << 20, 16)
-        copier = CudaCopier(PagedKV(list(kv_cache)), arena)
-        with copier._device.entered(), copier._device.issuing(CopyKind.LOAD):
-            used.add(torch.cuda.current_stream().cuda_stream)
+        copier = CudaCopier(PagedKV(list(kv_cache)), arena, method=CopyMethod.LOOP)
+        extents = arena.extents(range(8))
+        assert copier.wait(copier.load("boot-1", extents, np.arange(8)), DEADLINE_S).ok.all()
+        used |= set(copier._device._streams.values())
         assert copier.close(DEADLINE_S)
         reserved.append(torch.cuda.memory_reserved())
     assert len(used) == 1

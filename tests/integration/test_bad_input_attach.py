@@ -19,7 +19,6 @@ from support.raw_door import (
     drop,
     end_well,
     fat_contract,
-    goes_on,
     raw_contract,
     raw_hello,
     refusals,
@@ -33,17 +32,13 @@ from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import FRAME_BYTES_MAX, HEALTH_QUESTION, HELLO_PARTS_MAX, encode_frame
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 TIMEOUT_S = 0.6
 """Handshake timeout of the daemon in ``hasty``."""
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False) as daemon:
-        yield daemon
-        end_well(daemon)
+DAEMON: dict[str, object] = {}
+pytestmark = pytest.mark.usefixtures("unhurt_neighbour")
 
 
 @pytest.fixture
@@ -52,18 +47,6 @@ def hasty() -> Iterator[Daemon]:
     with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
         yield daemon
         end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
-    yield
-    goes_on(neighbour)
 
 
 def frame(body: bytes) -> bytes:

@@ -32,17 +32,14 @@ from support.raw_door import (
 
 from kvhearth.errors import Reason
 from kvhearth.wire.handshake import encode_frame
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_lab.harness.engine import contract_of, engine_of
 
 TIMEOUT_S = 1.5
 """Handshake timeout of the daemon in ``hasty``."""
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False) as daemon:
-        yield daemon
-        end_well(daemon)
+DAEMON: dict[str, object] = {}
+pytestmark = pytest.mark.usefixtures("unhurt_neighbour")
 
 
 @pytest.fixture
@@ -55,18 +52,6 @@ def hasty() -> Iterator[Daemon]:
             until(lambda: engine.ready, "the engine is attached")
             goes_on(engine)
         end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
-    yield
-    goes_on(neighbour)
 
 
 def test_hundreds_of_silent_connections(hasty: Daemon) -> None:

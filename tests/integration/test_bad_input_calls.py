@@ -4,59 +4,26 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, until
 from support.raw_calls import RawCalls, packed
-from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on, refused
+from support.raw_door import RawSession, goes_on, refused
 
 from kvhearth.errors import Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
 from kvhearth.wire import frames
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_lab.harness.engine import Engine
 
 TIMEOUT_S = 3.0
 MESSAGE_MAX = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(
-        arena=False, attach_timeout_s=TIMEOUT_S, message_bytes_max=MESSAGE_MAX
-    ) as daemon:
-        yield daemon
-        end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
-    yield
-    goes_on(neighbour)
-
-
-@pytest.fixture
-def session(daemon: Daemon) -> Iterator[RawSession]:
-    with RawSession(daemon) as session:
-        yield session
-
-
-def private_bytes(daemon: Daemon) -> int:
-    """Returns the size of the daemon's private memory."""
-    assert daemon.process is not None
-    text = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    (line,) = (line for line in text.splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
+DAEMON = {"attach_timeout_s": TIMEOUT_S, "message_bytes_max": MESSAGE_MAX}
+pytestmark = pytest.mark.usefixtures("unhurt_neighbour")
 
 
 BAD_OPENINGS = {
@@ -213,11 +180,11 @@ def test_who_does_not_read_is_asked_nothing_more(daemon: Daemon, session: RawSes
     """Replies wait up to a bound, further calls in their own socket; no other peer waits."""
     keys = GroupKeys(group=0, keys=b"k" * 32 * 1000)
     lookup = pb.LookupRequest(epoch=session.epoch, groups=[keys]).SerializeToString()
-    before = private_bytes(daemon)
+    before = daemon.private_bytes()
     with RawCalls(daemon, session.token) as calls:
         taken = calls.send_for(1.0, packed(frames.METHODS["Lookup"], 1, lookup), 2000)
         assert taken < 2000, "the daemon takes calls without end"
-        assert private_bytes(daemon) - before < 32 << 20
+        assert daemon.private_bytes() - before < 32 << 20
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,14 +9,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, until
 from support.raw_door import (
     CALL_S,
     PAGE_BYTES,
     RawSession,
     commit_group,
-    end_well,
-    goes_on,
     new_id,
     new_keys,
     raw_contract,
@@ -30,7 +28,7 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire.frames import error_from_code
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_lab.harness.engine import Engine, contract_of
 
 KEYS_MAX = 64
 LEASES_MAX = 3
@@ -40,32 +38,16 @@ MESSAGE_BYTES_MAX = 64 << 10
 CACHE_METHODS = list(cache_pb2.DESCRIPTOR.services_by_name["CacheService"].methods_by_name)
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    settings = {
-        "memory": "32MiB",
-        "slot_bytes_min": "4KiB",
-        "keys_max": KEYS_MAX,
-        "leases_max": LEASES_MAX,
-        "pins_max": PINS_MAX,
-        "pin_ttl_max_s": 60,
-        "message_bytes_max": MESSAGE_BYTES_MAX,
-    }
-    with running_daemon(arena=False, **settings) as daemon:
-        yield daemon
-        end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
-    yield
-    goes_on(neighbour)
+DAEMON = {
+    "memory": "32MiB",
+    "slot_bytes_min": "4KiB",
+    "keys_max": KEYS_MAX,
+    "leases_max": LEASES_MAX,
+    "pins_max": PINS_MAX,
+    "pin_ttl_max_s": 60,
+    "message_bytes_max": MESSAGE_BYTES_MAX,
+}
+pytestmark = pytest.mark.usefixtures("unhurt_neighbour")
 
 
 @pytest.fixture

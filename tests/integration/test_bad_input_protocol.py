@@ -16,14 +16,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from support.daemon import Daemon, running_daemon
+from support.daemon import Daemon
 from support.raw_door import (
     CALL_S,
-    PAGE_BYTES,
     RawLine,
     RawSession,
     attach_path,
-    end_well,
     fat_contract,
     goes_on,
     raw_contract,
@@ -36,7 +34,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2, cache_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire.frames import Stub
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_lab.harness.engine import Engine
 
 ADMIN = "kvhearth-admin-token"
 
@@ -46,29 +44,8 @@ PATHS = [f"/kvhearth.proto.v1.CacheService/{name}" for name in CACHE_METHODS]
 PATHS += [f"/kvhearth.proto.v1.AdminService/{name}" for name in ADMIN_METHODS]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False, message_bytes_max="64KiB") as daemon:
-        yield daemon
-        end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
-    yield
-    goes_on(neighbour)
-
-
-@pytest.fixture
-def session(daemon: Daemon) -> Iterator[RawSession]:
-    with RawSession(daemon) as session:
-        yield session
+DAEMON = {"message_bytes_max": "64KiB"}
+pytestmark = pytest.mark.usefixtures("unhurt_neighbour")
 
 
 # -- bytes ---------------------------------------------------------------------------------------

@@ -286,9 +286,9 @@ def test_without_a_daemon_everything_has_an_outcome_and_a_reason() -> None:
 
 def test_a_block_whose_copy_fails_gives_its_slot_back(daemon: Daemon) -> None:
     class OneFails(HostCopier):
-        def store(self, boot_id: str, pages: Any, extents: Any, **options: Any) -> Any:
+        def store_now(self, boot_id: str, pages: Any, extents: Any) -> Any:
             pages = np.where(pages == 4, 99_999, pages)
-            return super().store(boot_id, pages, extents, **options)
+            return super().store_now(boot_id, pages, extents)
 
     with cached_engine(daemon.url(), copiers=OneFails) as engine:
         keys = new_keys(10)
@@ -406,10 +406,10 @@ def test_a_load_that_began_with_old_weights_is_a_miss(daemon: Daemon) -> None:
     begun, bumped = threading.Event(), threading.Event()
 
     class Slow(HostCopier):
-        def load(self, *arguments: Any, **options: Any) -> Any:
+        def load_now(self, *arguments: Any) -> Any:
             begun.set()
             assert bumped.wait(DONE_S)
-            return super().load(*arguments, **options)
+            return super().load_now(*arguments)
 
     with cached_engine(daemon.url(), copiers=Slow) as engine:
         keys = new_keys(40)

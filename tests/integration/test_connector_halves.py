@@ -17,7 +17,7 @@ from support.scripted_engine import (
     scripted_engine,
 )
 
-from kvhearth.connectors.core.requests import ASKS_MAX
+from kvhearth.connectors.core.requests import ASKS_MAX, DECODE_STEPS
 from kvhearth.connectors.core.scheduler import agreed
 from kvhearth.connectors.core.step_metadata import Handshake, RankLoaded, WorkerReport
 from kvhearth.contract import GroupKind, GroupSpec
@@ -236,7 +236,7 @@ def test_a_daemon_that_is_killed_and_comes_back() -> None:
 
 def test_a_daemon_that_stands_still_delays_a_request_by_no_more_than_its_patience() -> None:
     with (
-        running_daemon() as daemon,
+        running_daemon(shared_index=False) as daemon,
         scripted_engine(daemon.url("call_ms=300&lookup_ms=300"), lookup_wait_ms=50) as engine,
     ):
         assert engine.run("a", "still", 96) == 0
@@ -429,3 +429,56 @@ def test_an_engine_that_nobody_steps_holds_no_block_at_its_end(daemon: Daemon, r
         assert engine.half._stores.drain(20)
         assert engine.run("c", "unstepped a", 160) == 160
         assert engine.run("d", "unstepped b", 160) == 96
+
+
+def test_a_step_of_many_requests_is_one_job_and_one_commit(daemon: Daemon) -> None:
+    """Each request's block follows its own one, also where one of them ends in the same step."""
+    with scripted_engine(daemon.url(), engine_id="one job") as engine:
+        requests = [engine.add(f"r{at}", f"one job {at}", 6 * BLOCK_TOKENS) for at in range(5)]
+        for request in requests:
+            engine.admit(request)
+            engine.prefill(request, 2 * BLOCK_TOKENS)
+            engine.settle()
+        before = daemon.stats().counters["commits"]
+        jobs = []
+        for _ in range(BLOCK_TOKENS + DECODE_STEPS):
+            running = {
+                each.request_id: 1 for each in requests if each.request_id in engine.requests
+            }
+            jobs += engine.step(running).stores
+            for request in requests:
+                request.num_computed_tokens += request.request_id in running
+            if len(running) == len(requests):
+                engine.finish(requests[0])
+        engine.settle()
+        assert [len(job.moves[0].pages) for job in jobs] == [4]
+        assert daemon.stats().counters["commits"] - before == 1
+        for request in requests[1:]:
+            engine.finish(request)
+        for at in range(1, 5):
+            assert engine.run(f"again{at}", f"one job {at}", 6 * BLOCK_TOKENS) == 3 * BLOCK_TOKENS
+
+
+def test_blocks_of_a_request_that_was_aborted_in_its_step_are_held(daemon: Daemon) -> None:
+    """They are chosen when it ends, and copied with the next step's."""
+    with scripted_engine(daemon.url(), engine_id="aborted in its step") as engine:
+        first = engine.add("a", "aborted in its step", 2 * BLOCK_TOKENS)
+        other = engine.add("b", "beside the aborted one", 2 * BLOCK_TOKENS)
+        for request in (first, other):
+            engine.admit(request)
+            engine.compute(request)
+        engine.half._stores.begin, begin = lambda: False, engine.half._stores.begin  # type: ignore[method-assign]
+        engine.half._stores._page_room = 0
+        engine.step({"a": 2 * BLOCK_TOKENS, "b": 1})  # no room for any block
+        engine.half._stores.begin = begin  # type: ignore[method-assign]
+        first.num_computed_tokens, other.num_computed_tokens = 2 * BLOCK_TOKENS, 1
+        engine.finish(first)
+        assert engine.half.has_work
+        assert engine.half._block_refs.held_count == 2
+        (job,) = engine.step({"b": 2 * BLOCK_TOKENS - 1}).stores
+        other.num_computed_tokens = 2 * BLOCK_TOKENS
+        assert len(job.moves[0].pages) == 4
+        engine.finish(other)
+        engine.settle()
+        for name in ("aborted in its step", "beside the aborted one"):
+            assert engine.run(f"again {name}", name, 2 * BLOCK_TOKENS) == 2 * BLOCK_TOKENS

@@ -79,11 +79,7 @@ def heard(session: RawSession) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False, http=ANY_PORT) as daemon:
-        yield daemon
-        end_well(daemon)
+DAEMON = {"http": ANY_PORT}
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, until
 from support.raw_calls import RawCalls, packed
 from support.raw_door import (
-    PAGE_BYTES,
     RawLine,
     RawSession,
     attach_path,
-    end_well,
     goes_on,
     new_keys,
     raw_hello,
@@ -34,7 +32,7 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupKeys
 from kvhearth.wire import frames
 from kvhearth.wire.handshake import encode_frame
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_lab.harness.engine import Engine
 from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX
 from kvhearth_server.transport.frames import KEPT_BYTES_MAX
 
@@ -44,29 +42,8 @@ TIMEOUT_S = 3.0
 COUNTED = pb.HeartbeatRequest(counters={"a": 1}).SerializeToString()
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
-        yield daemon
-        end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _nobody_else_is_hurt(neighbour: Engine) -> Iterator[None]:
-    yield
-    goes_on(neighbour)
-
-
-@pytest.fixture
-def session(daemon: Daemon) -> Iterator[RawSession]:
-    with RawSession(daemon) as session:
-        yield session
+DAEMON = {"attach_timeout_s": TIMEOUT_S}
+pytestmark = pytest.mark.usefixtures("unhurt_neighbour")
 
 
 @contextlib.contextmanager
@@ -78,13 +55,6 @@ def connections(daemon: Daemon, session: RawSession, count: int) -> Iterator[lis
 def closed(daemon: Daemon, why: str) -> int:
     """Returns how many connections the daemon closed for this reason."""
     return daemon.counters().get(f"calls_closed{{{why}}}", 0)
-
-
-def resident_bytes(daemon: Daemon) -> int:
-    """Returns the daemon's resident private memory."""
-    with open(f"/proc/{daemon.pid}/status") as file:
-        (line,) = (line for line in file if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
 
 
 @contextlib.contextmanager
@@ -230,7 +200,7 @@ def test_a_session_has_its_turn_however_many_connections_another_one_has(
 
 def test_unfinished_frames_have_one_budget(daemon: Daemon) -> None:
     """Many sessions leave a frame unfinished on each connection."""
-    before, bytes_before = closed(daemon, "memory"), resident_bytes(daemon)
+    before, bytes_before = closed(daemon, "memory"), daemon.private_bytes()
     part = packed(frames.METHODS["Lookup"], 1, b"k" * (256 << 10))[:-1]
     with contextlib.ExitStack() as held:
         opened = []
@@ -244,8 +214,8 @@ def test_unfinished_frames_have_one_budget(daemon: Daemon) -> None:
             lambda: closed(daemon, "memory") - before >= (sent - KEPT_BYTES_MAX) // len(part),
             "connections are closed until the rest fits",
         )
-        assert resident_bytes(daemon) - bytes_before < 2 * KEPT_BYTES_MAX
-    until(lambda: resident_bytes(daemon) - bytes_before < 16 << 20, "memory comes back")
+        assert daemon.private_bytes() - bytes_before < 2 * KEPT_BYTES_MAX
+    until(lambda: daemon.private_bytes() - bytes_before < 16 << 20, "memory comes back")
 
 
 def test_who_keeps_the_most_loses_first(daemon: Daemon, session: RawSession) -> None:
@@ -299,7 +269,7 @@ def test_a_deadline_ends_with_its_frame(daemon: Daemon, session: RawSession) -> 
 
 
 def test_unread_replies_have_the_same_budget(daemon: Daemon) -> None:
-    bytes_before = resident_bytes(daemon)
+    bytes_before = daemon.private_bytes()
     with contextlib.ExitStack() as held:
         opened = []
         for _ in range(2):
@@ -313,7 +283,7 @@ def test_unread_replies_have_the_same_budget(daemon: Daemon) -> None:
             for each in opened:
                 with contextlib.suppress(OSError):
                     each._socket.send(frame)
-        assert resident_bytes(daemon) - bytes_before < 2 * KEPT_BYTES_MAX
+        assert daemon.private_bytes() - bytes_before < 2 * KEPT_BYTES_MAX
 
 
 def test_an_attach_socket_keeps_little(daemon: Daemon) -> None:

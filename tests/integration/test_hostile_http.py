@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, address_of, ask
-from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on, raw_contract
+from support.raw_door import RawSession, end_well, goes_on, raw_contract
 
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_lab.harness.engine import Engine
 from kvhearth_server.transport.web.protocol import CONNECTIONS_MAX
 
 READ_TOKEN = "a-token-of-monitoring"
@@ -41,12 +41,6 @@ def daemon(token_file: Path) -> Iterator[Daemon]:
     with running_daemon(arena=False, http=ANY_PORT, read_token_file=token_file) as daemon:
         yield daemon
         end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
 
 
 class Flood:

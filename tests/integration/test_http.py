@@ -8,7 +8,6 @@ import re
 import socket
 import string
 import threading
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, Answer, address_of, ask, scraped
-from support.raw_door import PAGE_BYTES, end_well, goes_on, new_keys
+from support.raw_door import PAGE_BYTES, goes_on, new_keys
 
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
@@ -46,18 +45,7 @@ def metrics(daemon: Daemon) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False, http=ANY_PORT) as daemon:
-        yield daemon
-        end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
-
+DAEMON = {"http": ANY_PORT}
 
 # -- probes and state --------------------------------------------------------------------------
 
@@ -112,7 +100,7 @@ def test_state_of_a_working_engine(daemon: Daemon, neighbour: Engine) -> None:
     assert space["contract"]["model"] == "m"
     seen = neighbour.client.lookup({0: keys})
     assert seen.lease is not None
-    (holder,) = ask(daemon, "/v1/leases", admin=True).json["groups"]
+    (holder,) = until(lambda: ask(daemon, "/v1/leases", admin=True).json["groups"], "it is told")
     assert (holder["engine_id"], holder["leases"], holder["slots"]) == ("neighbour", 1, 4)
     assert metrics(daemon)["leases{}"] == 1
     until(lambda: metrics(daemon)["oldest_lease_seconds{}"] > 0, "it grows old")

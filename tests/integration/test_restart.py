@@ -267,7 +267,7 @@ def test_a_daemon_that_stands_still_hangs_nobody_and_leaks_nothing() -> None:
     """Late answers to calls given up must be undone: leases, reservations, pins."""
     options = "lookup_ms=400&call_ms=600&heartbeat_ms=200"
     with (
-        running_daemon() as daemon,
+        running_daemon(shared_index=False) as daemon,
         engine_of(daemon.url(options), CONTRACT) as engine,
     ):
         keys = new_keys(20)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import os
 import string
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -38,16 +36,7 @@ SWITCHES = sorted(set(NAMES) - set(FLAGS))
 LISTS = {name for name, field in Settings.model_fields.items() if field.default == ()}
 
 
-@pytest.fixture(autouse=True)
-def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
-        monkeypatch.delenv(name)
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("no_environment", "restored_logging")
 
 
 @contextlib.contextmanager

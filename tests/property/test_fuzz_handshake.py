@@ -13,17 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, until
 from support.fuzz import changed, depths, fuzz, pieces, refusals_by_reason, unharmed, values
 from support.raw_door import (
-    PAGE_BYTES,
     RawLine,
     RawSession,
     attach_path,
-    end_well,
     raw_contract,
     raw_hello,
     seats,
@@ -32,7 +29,7 @@ from support.raw_door import (
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire.frames import rebuild_error
 from kvhearth.wire.handshake import FRAME_BYTES_MAX, FrameDecoder, encode_frame
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_lab.harness.engine import Engine
 
 HANDSHAKE_S = 1.0
 """The daemon's handshake timeout."""
@@ -41,17 +38,7 @@ DESCRIPTORS_MAX = 253
 GOOD_CONTRACT = json.loads(raw_contract().to_json())
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False, attach_timeout_s=HANDSHAKE_S) as daemon:
-        yield daemon
-        end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
+DAEMON = {"attach_timeout_s": HANDSHAKE_S}
 
 
 @contextlib.contextmanager

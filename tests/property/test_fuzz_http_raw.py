@@ -11,19 +11,18 @@ import io
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, until
 from support.fuzz import depths, fuzz, pieces, refusals_by_reason, unharmed
 from support.http_door import ANY_PORT, address_of, ask
-from support.raw_door import PAGE_BYTES, RawSession, end_well, raw_contract
+from support.raw_door import RawSession, raw_contract
 
 from kvhearth.errors import Reason
-from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_lab.harness.engine import Engine
 from kvhearth_server.transport.web.protocol import CONNECTIONS_MAX
 
 ANSWER_S = 10.0
@@ -31,17 +30,7 @@ QUIET_S = 0.05
 """Time to listen on a connection that may have nothing more to send."""
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with running_daemon(arena=False, http=ANY_PORT) as daemon:
-        yield daemon
-        end_well(daemon)
-
-
-@pytest.fixture(scope="module")
-def neighbour(daemon: Daemon) -> Iterator[Engine]:
-    with engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine:
-        yield engine
+DAEMON = {"http": ANY_PORT}
 
 
 def opened(daemon: Daemon) -> socket.socket:

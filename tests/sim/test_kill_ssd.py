@@ -80,7 +80,7 @@ def check(folder: Path, numbers: list[int], *, segments: int, shards: int = 1) -
     desk = Desk(tier, arena)
     try:
         end = time.monotonic() + DEADLINE_S
-        while tier.locked_files:  # requests of the dead process must end first
+        while tier.figures().locked_files:  # requests of the dead process must end first
             desk.pump(0.02)
             assert time.monotonic() < end
         served = []

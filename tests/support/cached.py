@@ -52,13 +52,13 @@ class GateCopier(HostCopier):
         cls.on_store = staticmethod(lambda number: None)
         cls.stores = 0
 
-    def store(self, *arguments: Any, **options: Any) -> Any:
+    def store_now(self, *arguments: Any) -> Any:
         """Wait for the gate, then store."""
         cls = GateCopier
         cls.stores += 1
         cls.on_store(cls.stores)
         assert cls.gate.wait(DONE_S)
-        return super().store(*arguments, **options)
+        return super().store_now(*arguments)
 
 
 class CachedEngine:

@@ -17,7 +17,7 @@ from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Bools
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.fast_path import Asked, One
+from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.lookup import Found, KeysItem, Presence
 from kvhearth_server.core.membership import Joining
@@ -43,11 +43,11 @@ def keys(*numbers: int) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
-def one_of(item: CommitItem) -> One:
+def one_of(item: CommitItem) -> SingleCommit:
     """A commit of one key and one slot, in plain numbers."""
     sums = b"" if item.checksums is None else item.checksums.tobytes()
     slot, generation = item.slots.item(), item.generations.item()
-    return One(item.kv_group, item.keys[0], slot, generation, sums, item.parent)
+    return SingleCommit(item.kv_group, item.keys[0], slot, generation, sums, item.parent)
 
 
 def full(page_bytes: int = SLOT_BYTES, shards: int = 1, block_tokens: int = 16) -> GroupSpec:
@@ -268,14 +268,16 @@ class Rig:
         parts = [KeysItem(kv_group, named) for kv_group, named in asked.items()]
         try:
             if lease_id and len(parts) == 1 and len(parts[0].keys) == 1:
-                found = self._lookup_one(session, Asked(parts[0][0], parts[0].keys[0], lease_id))
+                found = self._lookup_one(
+                    session, SingleLookup(parts[0][0], parts[0].keys[0], lease_id)
+                )
                 if found is not None:
                     return found
             return self.core.reading.lookup(session, self.epoch(session), parts, lease_id)
         finally:
             self.check()
 
-    def _lookup_one(self, session: int, asked: Asked) -> Found | None:
+    def _lookup_one(self, session: int, asked: SingleLookup) -> Found | None:
         group = self.group(session)
         space = self.state.namespaces.get(group.namespace)
         extent = self.core.reading.lookup_one(group, space, asked, 0.0)

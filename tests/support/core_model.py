@@ -198,9 +198,10 @@ def fingerprint(core: Core) -> str:
     plain: list[Any] = [state.sequence, state.ledger.segments, state.events.next_sequence]
     plain += [sorted((n, g, sorted(found.items())) for n, g, found in state.index.items())]
     for pool in state.pools:
-        plain += [list(pool._unassigned), pool.slab_used.tolist()]
+        plain += [list(pool._first.unassigned), pool.slab_used.tolist()]
         plain += [
-            (size, one.free[: one.count].tolist()) for size, one in sorted(pool._classes.items())
+            (size, one.free[: one.count].tolist())
+            for size, one in sorted(pool._first.classes.items())
         ]
     for group in state.groups:
         plain += [group.number, group.stock_bytes, group.quarantined_bytes, group.ended]

@@ -42,10 +42,10 @@ class Pair:
         self.session, _ = (each.attach(made) for each in (self.short, self.long))
         self._key_count = key_count
         for half in (self.long.core.writing, self.long.core.reading):
-            single = half._singles
+            single = half._single_path
             single.commit = lambda *args: False  # type: ignore[method-assign]
             single.lookup = lambda *args: -1  # type: ignore[method-assign]
-        self.long.core.reading._wholes.lookup = lambda *args: None  # type: ignore[method-assign]
+        self.long.core.reading._prefix_path.lookup = lambda *args: None  # type: ignore[method-assign]
 
     def do(self, step: tuple[Any, ...]) -> None:
         """Run a step on both cores, and compare answers and resulting states."""

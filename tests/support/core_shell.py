@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from kvhearth import native
 from kvhearth.contract import Contract
-from kvhearth.model import U8
+from kvhearth.model import I64, U8
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
 from kvhearth_server.core.slot_table import Geometry, SlotTable
@@ -103,6 +104,10 @@ class FakeArena:
         self.generations = FakeGenerations(self.plan.geometry.slot_count)
         self.catalogue: dict[str, Any] | None = json.loads(self.text) if self.text else None
 
+    def slab_nodes(self) -> I64:
+        """Return the NUMA node of each slab."""
+        return np.zeros(self.plan.geometry.slab_count, np.int64)
+
     def journal(self, table: SlotTable) -> Journal:
         """Return a journal over a core's table."""
         return Journal(self.file, self.plan.geometry, table)  # type: ignore[arg-type]
@@ -141,13 +146,16 @@ class Shell:
 
     def _start(self) -> Engine:
         self.boots += 1
-        return FakeEngine(
+        engine = FakeEngine(
             self.arena,  # type: ignore[arg-type]
             self.limits,
             EngineLimits(message_bytes_max=1 << 20, drain_grace_s=0, drain_grace_no_pidfd_s=0),
             Counters(COUNTERS),
             now=lambda: self.now,
         )
+        if native.available() is None:
+            engine.share_index()
+        return engine
 
     def restart(self) -> Engine:
         """Kill the daemon at once, and start another one on the state that it left."""

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,13 +84,6 @@ def refusals_by_reason(daemon: Daemon) -> dict[Reason, int]:
     return {reason: counters.get(f"refusals{{{reason}}}", 0) for reason in Reason}
 
 
-def resident_bytes(daemon: Daemon) -> int:
-    """Return the resident memory of the daemon's process."""
-    assert daemon.process is not None
-    words = Path(f"/proc/{daemon.process.pid}/statm").read_text().split()
-    return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 class Neighbour:
     """A well-behaved engine that stores and loads on a thread of its own until ``stop``."""
 
@@ -137,7 +129,7 @@ def unharmed(daemon: Daemon, engine: Engine) -> Iterator[None]:
     """
     goes_on(engine)
     daemon.stats(check_books=True)
-    descriptors, resident = daemon.descriptor_count(), resident_bytes(daemon)
+    descriptors, resident = daemon.descriptor_count(), daemon.private_bytes()
     neighbour = Neighbour(engine)
     try:
         yield
@@ -147,4 +139,4 @@ def unharmed(daemon: Daemon, engine: Engine) -> Iterator[None]:
     descriptors += IDLE_CONNECTIONS
     until(lambda: daemon.descriptor_count() <= descriptors, "every descriptor is closed")
     daemon.stats(check_books=True)
-    assert resident_bytes(daemon) < resident + RESIDENT_BYTES_MORE
+    assert daemon.private_bytes() < resident + RESIDENT_BYTES_MORE

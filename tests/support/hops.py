@@ -46,7 +46,7 @@ SETTINGS = {
     "ssd_segment_bytes": "2MiB",
 }
 TOKENS = 64
-REPEATS = 3
+REPEATS = 6
 IDLE_S = 2.0
 QUIET_S = 0.3
 """A path has ended when it had no turn for this long."""
@@ -202,6 +202,7 @@ def main(folder: str, arena: str) -> None:
     settings = load_settings(
         {
             **SETTINGS,
+            "shared_index": False,  # the way of a lookup that is a call
             "socket_dir": sockets,
             "arena_dir": arena,
             "ssd_dirs": [f"{folder}/ssd=512MiB"],

@@ -28,7 +28,6 @@ PRELOADED = (
     "kvhearth_server.cli.serve",
     "kvhearth_server.daemon",
     "support.puppet_main",
-    "support.random_engine",
 )
 
 

@@ -367,7 +367,9 @@ class World:
         self._count()
 
     def _cut(self, invalid: set[int]) -> None:
-        """Set requests back to the first page that was not loaded."""
+        """Set requests back to the first page that was not loaded, and share no page that was
+        computed on it: not that of a request either that was preempted or ended meanwhile.
+        """
         for one in list(self.live.values()):
             at = next((n for n, page in enumerate(one.table) if page in invalid), None)
             if one.status == "running" and at is not None:
@@ -375,6 +377,8 @@ class World:
                 one.stale, one.placeholders = one.in_flight, 0
                 gone = set(one.table[at:])
                 self._cached = {key: p for key, p in self._cached.items() if p not in gone}
+        right = {page for page, (_, _, upto) in self._right.items() if upto == BLOCK_TOKENS}
+        self._cached = {key: page for key, page in self._cached.items() if page in right}
 
     def _grow(self, one: Live, count: int) -> None:
         request = one.request

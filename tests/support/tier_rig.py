@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvhearth.model import I64, U8, U32, Records
+from kvhearth.model import I64, U8, U32
 from kvhearth_server.core.actions import Sum, SumOne
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import remove_blocks
@@ -149,10 +149,6 @@ class FakeTier(DramTier):
         self._scribble()
         done, self._done = self._done, []
         return done
-
-    def slots_in_use(self) -> list[Records]:
-        """Return the places of all batches that have not ended."""
-        return [each.batch.places for each in self.under_way]
 
     def _take(self, batch: LoadBatch, *, load: bool) -> int | Throttled:
         self._check(batch)

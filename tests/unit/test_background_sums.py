@@ -7,6 +7,9 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
+from kvhearth_server.core.actions import Sum
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.counters import Counters
@@ -18,7 +21,7 @@ class Failing(ChecksumWorkers):
 
     def __init__(self, engine: Any, supervisor: Supervisor) -> None:
         super().__init__(engine, supervisor, sum_threads=1, verify=False)
-        self.summed: list[str] = []
+        self.summed: list[Any] = []
         self.failures = 0
 
     async def _sum_one(self, action: Any) -> None:
@@ -29,6 +32,11 @@ class Failing(ChecksumWorkers):
 
 
 def test_sums_go_on_after_a_failure() -> None:
+    # Of different numbers of shards, so that they are not summed at once.
+    first, second = (
+        Sum(np.arange(shards)[None, :], np.zeros((1, shards), np.uint32)) for shards in (1, 2)
+    )
+
     async def work() -> None:
         counters = Counters(COUNTERS)
         supervisor = Supervisor(counters)
@@ -36,7 +44,7 @@ def test_sums_go_on_after_a_failure() -> None:
         engine = SimpleNamespace(
             arena=SimpleNamespace(segments=[]),
             work=asyncio.Event(),
-            to_sum=deque(["first", "second"]),
+            to_sum=deque([first, second]),
             sessions=[],
             core=SimpleNamespace(pinning=pinning),
             call=lambda *_: None,
@@ -48,7 +56,7 @@ def test_sums_go_on_after_a_failure() -> None:
             while engine.to_sum:
                 await asyncio.sleep(0.001)
             await background.settled()
-        assert background.summed == ["first", "second"]
+        assert [id(one) for one in background.summed] == [id(first), id(second)]
         assert counters.get("task_failures", "sum") == 1
         await supervisor.stop()
         background.close()

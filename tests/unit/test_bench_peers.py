@@ -23,6 +23,7 @@ from kvhearth_lab.bench.peers import adapter as adapters
 from kvhearth_lab.bench.peers.adapter import (
     Adapter,
     PeerFailed,
+    adapter_of,
     interpreters,
     parse_answer,
     parse_count,
@@ -158,7 +159,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adapter
     program.write_text(PROGRAM)
     monkeypatch.setattr(adapters, "_HARNESS", program)
     (tmp_path / "left").write_text("")
-    made = Adapter(Path(sys.executable), "some", tmp_path)
+    made = adapter_of(Path(sys.executable), "some", tmp_path)
     try:
         said = made.prepare(left=str(tmp_path / "left"))
         assert said == {"versions": {}, "measures": ["store"]}

@@ -40,16 +40,6 @@ async def _begun(store: Store) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_without_a_thread_every_change_is_written_at_once() -> None:
-    store = Store()
-    store.open.set()
-    writer = CatalogueWriter(store.prepare)
-    for store.value in (1, 2):
-        writer.changed()
-    assert store.written == [1, 2]
-    asyncio.run(writer.written())
-
-
 def test_changes_during_a_write_share_the_next_one() -> None:
     store = Store()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +23,7 @@ VERBS = (
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_environment")
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 from pathlib import Path
 
 import pytest
+from support.native import without_native
 
 from kvhearth_server.cli import app, doctor
 from kvhearth_server.cli.doctor import Finding, Grade, Look, examine
@@ -56,6 +58,12 @@ class Told(Machine):
 
     def populate(self) -> bool:
         return self.good
+
+    def collapse(self) -> int:
+        return 0 if self.good else errno.EINVAL
+
+    def native_problem(self) -> str | None:
+        return None if self.good else "not built; run: python -m kvhearth.native.build"
 
     def packages(self) -> list[Installed]:
         return [Installed("grpcio", "1.80.0" if self.good else "1.9.0", "1.66.2")]
@@ -148,10 +156,11 @@ def test_a_machine_that_has_nothing_gets_a_line_for_each(tmp_path: Path) -> None
     assert failed == {"memory", "version.grpcio"}
     assert warned == {
         *("hugepages", "hugepages.node0", "thp", "nofile", "peer_pidfd", "populate"),
-        *("o_direct", "io_uring", "libaio", "arena_dir", "drive", "nvidia"),
+        *("o_direct", "io_uring", "libaio", "arena_dir", "drive", "nvidia", "native"),
     }
     assert found["hugepages"].fix == "run: sysctl -w vm.nr_hugepages=512"
     assert found["thp"].fix == f"run: echo advise > /{THP}/shmem_enabled"
+    assert "Invalid argument" in found["thp"].found
     assert "1GiB of memory are asked for, 100MiB are available" in found["memory"].found
     assert found["version.grpcio"].fix == "run: pip install 'grpcio>=1.66.2'"
     assert "ulimit -n 3328" in found["nofile"].fix
@@ -167,6 +176,13 @@ def test_missing_huge_pages_weigh_what_the_settings_say(
     found = findings(Told(tmp_path, good=True), tmp_path, hugepages=policy)
     assert found["hugepages"].grade is grade
     assert {"10", "512"} < set(found["hugepages"].found.split())
+
+
+def test_collapsed_pages_do_without_the_setting(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="[never]")
+    found = findings(Told(tmp_path, good=True), tmp_path)
+    assert found["thp"].grade is Grade.OK
+    assert "never" in found["thp"].found
 
 
 def test_an_arena_on_a_disk_fails(tmp_path: Path) -> None:
@@ -430,6 +446,17 @@ def test_what_is_tried_is_tried_for_real(tmp_path: Path) -> None:
     assert free > 0
     assert taken == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_native_module(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=512, available_mib=4096, thp="always [advise] never")
+    found = findings(Told(tmp_path, good=True), tmp_path)["native"]
+    assert (found.grade, found.found, found.fix) == (Grade.OK, "in use", "")
+    found = findings(Told(tmp_path, good=False), tmp_path)["native"]
+    assert (found.grade, found.found) == (Grade.WARN, "not built")
+    assert found.fix == "run: python -m kvhearth.native.build"
+    with without_native():
+        assert Machine().native_problem() == "turned off by KVHEARTH_NATIVE=0"
 
 
 def test_versions_are_compared_as_numbers() -> None:

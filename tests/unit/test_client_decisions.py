@@ -14,7 +14,7 @@ from support.daemon import until
 from support.fake_daemon import KEY_BYTES, extents, key, presence
 
 from kvhearth.errors import Reason
-from kvhearth.model import EXTENT_DTYPE, pack_bits
+from kvhearth.model import EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
 from kvhearth.results import CommitGroup
@@ -35,20 +35,6 @@ def hit(request: Any) -> pb.LookupResponse:
 
 def released(daemon: Any) -> list[int]:
     return [number for request in daemon.requests["Release"] for number in request.lease_ids]
-
-
-def test_a_miss_is_an_answer_and_leaves_nothing_to_release(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        result = client.lookup(KEYS, prefetch=True)
-        assert (result.reason, result.hit_tokens, result.lease) == ("", 0, None)
-        assert result.boot_id == daemon.boot_id == client.boot_id
-        assert not result.groups[0].present.any()
-        assert result.groups[0].present.shape == (3,)
-        request = daemon.requests["Lookup"][0]
-        assert [group.keys for group in request.groups] == [b"".join(KEYS[0]), KEYS[1][0]]
-        assert (request.epoch, request.prefetch) == (7, True)
-        assert 0 < request.lease_id < 1 << 63
-    assert daemon.requests["Release"] == []
 
 
 def test_a_hit_brings_extents_and_a_lease(tmp_path: Path) -> None:
@@ -93,19 +79,6 @@ def test_the_arrays_of_a_hit_are_the_callers_own(tmp_path: Path) -> None:
             found.extents["slot"] = 1
 
 
-def test_releases_travel_together(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        leases = []
-        for _ in range(40):
-            daemon.answer("Lookup", hit)
-            leases.append(client.lookup(KEYS).lease)
-        for lease in leases:
-            client.release(lease)
-        until(lambda: len(released(daemon)) == 40)
-        assert released(daemon) == [lease.id for lease in leases if lease]
-        assert len(daemon.requests["Release"]) <= 20
-
-
 def test_without_a_lease_none_is_asked_for(tmp_path: Path) -> None:
     with attached(tmp_path) as (daemon, client):
         assert client.lookup(KEYS, lease=False).lease is None
@@ -121,14 +94,6 @@ def test_a_late_lookup_is_a_miss_whose_lease_is_released(tmp_path: Path) -> None
         until(lambda: released(daemon))
         assert released(daemon) == [daemon.requests["Lookup"][0].lease_id]
         assert client.counters()["fail_open_deadline"] == 1
-
-
-def test_a_refused_lookup_has_nothing_to_release(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        daemon.refuse_next("Lookup", Reason.STALE_EPOCH)
-        assert client.lookup(KEYS).reason == Reason.STALE_EPOCH
-        assert client.lookup(KEYS).reason == ""
-    assert daemon.requests["Release"] == []
 
 
 def _reply(change: Callable[[pb.LookupResponse], None]) -> Callable[[Any], pb.LookupResponse]:
@@ -223,19 +188,6 @@ def test_no_keys_ask_nothing(tmp_path: Path) -> None:
         assert daemon.requests["Lookup"] == []
 
 
-def test_reserve_gives_extents_by_block_and_shard(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        grant = types_pb2.GroupExtents(group=0, count=2, extents=extents(4).tobytes())
-        daemon.answer(
-            "Reserve", lambda _: pb.ReserveResponse(groups=[grant], short_reason="no_space")
-        )
-        reservation = client.reserve({0: 3, 1: 1})
-        assert reservation.boot_id == daemon.boot_id
-        assert reservation.groups[0]["slot"].tolist() == [[0, 1], [2, 3]]
-        assert reservation.groups[1].shape == (0, 1)
-        assert (reservation.short_reason, reservation.reason) == ("no_space", "")
-
-
 @pytest.mark.parametrize(
     "grants",
     [
@@ -263,48 +215,6 @@ def commit_of(count: int) -> CommitGroup:
         np.full((count, 2, 16), 5, np.uint8),
         parent=key(99),
     )
-
-
-def test_commit_says_what_was_stored(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        bits = types_pb2.GroupBitmap(group=0, bits=pack_bits(np.array([True, False, True])))
-        daemon.answer("Commit", lambda _: pb.CommitResponse(stored=[bits]))
-        result = client.commit({0: commit_of(3)}, boot_id=daemon.boot_id)
-        assert (result.reason, result.stored[0].tolist()) == ("", [True, False, True])
-        request = daemon.requests["Commit"][0]
-        assert request.epoch == 7
-        assert np.frombuffer(request.groups[0].slots, "<u4").tolist() == [0, 1, 2, 3, 4, 5]
-        assert np.frombuffer(request.groups[0].generations, "<u4").tolist() == [3] * 6
-        assert request.groups[0].checksums == b"\5" * 96
-        assert request.groups[0].parent == key(99)
-    assert daemon.requests["Abort"] == []
-
-
-def test_a_commit_of_one_shard_travels_as_any_other(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        for bits in (b"\1", b"\0"):
-            stored = [types_pb2.GroupBitmap(group=1, bits=bits)]
-            daemon.answer("Commit", lambda _, stored=stored: pb.CommitResponse(stored=stored))
-            item = CommitGroup([key(4)], extents(9, 7)[3:4].reshape(1, 1))
-            result = client.commit({1: item}, boot_id=daemon.boot_id)
-            assert (result.reason, result.stored[1].tolist()) == ("", [bits == b"\1"])
-        (group,) = daemon.requests["Commit"][0].groups
-        record = item.extents[0]
-        assert group.slots == record["slot"].tobytes()
-        assert group.generations == record["generation"].tobytes()
-        assert (group.group, group.keys, group.checksums) == (1, key(4), b"")
-
-
-@pytest.mark.parametrize("stored", [[], [(0, b"\1")], [(1, b"")], [(1, b"\1"), (1, b"\1")]])
-def test_an_answer_of_another_commit_stores_nothing(
-    tmp_path: Path, stored: list[tuple[int, bytes]]
-) -> None:
-    with attached(tmp_path) as (daemon, client):
-        maps = [types_pb2.GroupBitmap(group=group, bits=bits) for group, bits in stored]
-        daemon.answer("Commit", lambda _: pb.CommitResponse(stored=maps))
-        result = client.commit({1: CommitGroup([key(4)], extents(1))}, boot_id=daemon.boot_id)
-        assert (result.reason, result.stored[1].tolist()) == (Reason.BAD_MESSAGE, [False])
-        until(lambda: daemon.requests["Abort"])
 
 
 def test_a_commit_without_an_answer_gives_its_slots_back(tmp_path: Path) -> None:
@@ -346,17 +256,6 @@ def test_extents_of_another_boot_are_dropped(tmp_path: Path) -> None:
         until(lambda: daemon.requests["Abort"])
     assert [len(request.groups[0].slots) for request in daemon.requests["Abort"]] == [4]
     assert daemon.requests["Commit"] == []
-
-
-def test_doubtful_aborts_travel_apart(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        boot_id = daemon.boot_id
-        client.abort({0: extents(2).reshape(1, 2)}, boot_id=boot_id, in_doubt=True)
-        client.abort({1: extents(1, 7)}, boot_id=boot_id)
-        until(lambda: len(daemon.requests["Abort"]) == 2)
-        flags = {request.in_doubt: request.groups[0] for request in daemon.requests["Abort"]}
-        assert np.frombuffer(flags[True].slots, "<u4").tolist() == [0, 1]
-        assert np.frombuffer(flags[False].slots, "<u4").tolist() == [7]
 
 
 def test_pins_touches_and_prefetches(tmp_path: Path) -> None:
@@ -473,16 +372,6 @@ def test_a_lease_that_was_not_known_holds_up_no_other(tmp_path: Path) -> None:
         assert len(daemon.requests["Release"]) == 1
 
 
-@pytest.mark.parametrize("reason", [Reason.STOCK_CAP, Reason.NO_SPACE])
-def test_a_full_cache_is_an_answer(tmp_path: Path, reason: Reason) -> None:
-    with attached(tmp_path) as (daemon, client):
-        daemon.refuse_next("Reserve", reason)
-        reservation = client.reserve({0: 3})
-        assert (reservation.short_reason, reservation.reason) == (reason, "")
-        assert reservation.groups[0].shape == (0, 2)
-        assert "reserve_failed" not in client.counters()
-
-
 @pytest.mark.parametrize("groups", [None, 5, {0: None}, {"x": [key(1)]}, [key(1)], {0: 3}])
 def test_arguments_of_a_wrong_type_are_an_answer(tmp_path: Path, groups: Any) -> None:
     with attached(tmp_path) as (daemon, client):
@@ -496,15 +385,6 @@ def test_arguments_of_a_wrong_type_are_an_answer(tmp_path: Path, groups: Any) ->
         assert client.abort(groups, boot_id=daemon.boot_id) != ""
         client.close()
         assert client.lookup(groups).reason == Reason.CLOSED
-
-
-def test_generators_are_read_once(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        for reason in ("", Reason.INTERNAL):
-            keys: Any = {0: (key(number) for number in range(3))}
-            assert client.lookup(keys).reason == reason
-            assert len(daemon.requests["Lookup"][-1].groups[0].keys) == 3 * KEY_BYTES
-            daemon.refuse_next("Lookup", Reason.INTERNAL)
 
 
 def test_a_report_of_bad_blocks_fits_one_call(tmp_path: Path) -> None:

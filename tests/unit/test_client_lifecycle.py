@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -37,45 +36,6 @@ class Copies:
     def drain(self, deadline_s: float) -> bool:
         self.asked += 1
         return self.done
-
-
-def test_attach_tells_who_this_is(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, client):
-        hello = daemon.hellos[0]
-        assert (hello.engine_id, hello.scheduler, hello.rank) == ("e1", True, 0)
-        assert hello.contract == small_contract().to_json()
-        assert hello.pid == os.getpid()
-        assert (hello.previous_boot, hello.previous_drained) == ("", False)
-        assert client.arena is not None
-        assert client.arena.boot_id == client.boot_id == daemon.boot_id
-        client.count("loads_failed", 3)
-        client.count("loads_failed", -1)
-        until(lambda: daemon.requests["Heartbeat"][-1].counters.get("loads_failed") == 3)
-
-
-def test_ready_means_all_ranks(tmp_path: Path) -> None:
-    with running(tmp_path, small_contract()) as daemon:
-        daemon.group_complete = False
-        with connected(tmp_path, map_arena=False) as client:
-            until(lambda: client.boot_id)
-            assert not client.wait_ready(0.05)
-            assert client.arena is None
-            daemon.group_complete = True
-            assert client.wait_ready(10)
-
-
-def test_a_daemon_that_comes_late_is_found(tmp_path: Path) -> None:
-    with connected(tmp_path) as client:
-        start = time.monotonic()
-        for _ in range(100):
-            assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
-        assert client.reserve({0: 1}).reason == Reason.DAEMON_AWAY
-        assert time.monotonic() - start < 8, "the deadline of one call, of a hundred"
-        assert (client.boot_id, client.arena, client.epoch) == ("", None, -1)
-        with running(tmp_path, small_contract()):
-            assert client.wait_ready(10)
-            assert client.lookup(KEYS).reason == ""
-        assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
 
 
 def test_after_a_restart_it_attaches_anew_once_copies_have_drained(tmp_path: Path) -> None:
@@ -259,27 +219,6 @@ def test_a_session_without_decisions_is_not_ready(tmp_path: Path) -> None:
             assert daemon.hellos[1].previous_drained
 
 
-def test_close_says_goodbye_and_what_is_queued(tmp_path: Path) -> None:
-    with running(tmp_path, small_contract()) as daemon:
-        with connected(tmp_path) as client:
-            assert client.wait_ready(10)
-            arena = client.arena
-            client.abort({0: extents(1)}, boot_id=daemon.boot_id)
-            assert client.close()
-            assert client.close()
-            assert len(daemon.requests["Abort"]) == 1
-            until(lambda: daemon.byes == daemon.ended == 1)
-            assert arena is not None
-            assert not arena.alive()
-            assert client.lookup(KEYS).reason == Reason.CLOSED
-            assert client.reserve({0: 1}).reason == Reason.CLOSED
-            assert not client.wait_ready(5)
-            client.release(None)
-            client.touch(KEYS)
-            assert client.counters()["attaches"] == 1
-        assert not [each for each in threading.enumerate() if each.name == "kvhearth-keeper"]
-
-
 def test_an_undrained_client_keeps_its_life_line(tmp_path: Path) -> None:
     copies = Copies()
     with attached(tmp_path) as (daemon, client):
@@ -344,15 +283,6 @@ def test_arguments_that_cannot_be_right_raise(
     with pytest.raises(KVHearthError) as refusal:
         connect(url, small_contract(), **{"engine_id": "e", **arguments})
     assert refusal.value.reason is reason
-
-
-def test_two_clients_of_one_process(tmp_path: Path) -> None:
-    with attached(tmp_path) as (daemon, first):
-        with connected(tmp_path, rank=1) as second:
-            assert second.wait_ready(10)
-            assert second.lookup(KEYS).reason == ""
-        assert first.lookup(KEYS).reason == ""
-        until(lambda: daemon.byes == 1)
 
 
 def _attach_and_forget(daemon: FakeDaemon, directory: Path) -> None:

@@ -22,7 +22,7 @@ from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.session.link import WeightsEpoch
 from kvhearth.session.outbox import RETRIES_MAX, Courier, Outbox, QueuedRequest, batch, merge
-from kvhearth.transports.base import ABORT, RELEASE, TOUCH
+from kvhearth.transports.base import ABORT, LOOKUP, RELEASE, TOUCH
 from kvhearth.wire.frames import error_from_code
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -185,13 +185,6 @@ def ids(queued_requests: list[QueuedRequest]) -> list[int]:
     return [queued.request.lease_ids[0] for queued in queued_requests]
 
 
-def test_a_full_queue_refuses() -> None:
-    outbox = Outbox(2)
-    assert [outbox.put(release(number)) for number in range(1, 4)] == [True, True, False]
-    assert ids(outbox.take()) == [1, 2]
-    assert len(outbox) == 0
-
-
 def touch() -> QueuedRequest:
     return QueuedRequest(TOUCH, pb.TouchRequest(epoch=1), 1, "boot", 1, TOUCH.name)
 
@@ -204,6 +197,16 @@ def test_touches_take_no_room_from_releases() -> None:
     taken = outbox.take()
     assert [each.rpc.name for each in taken] == ["Release", "Release", "Touch"]
     assert outbox.put_back([*taken, touch()]) == 1
+
+
+def test_lookups_precede_the_releases_of_their_leases_and_take_no_room_from_them() -> None:
+    outbox = Outbox(2, touches_max=3)
+    lookup = QueuedRequest(LOOKUP, pb.LookupRequest(lease_id=7), 1, "boot", 1, "Lookup:7")
+    put = [release(7), touch(), lookup, release(8), lookup, lookup]
+    assert [outbox.put(each) for each in put] == [True] * 5 + [False]
+    taken = outbox.take()
+    assert [each.rpc.name for each in taken] == ["Lookup"] * 2 + ["Release"] * 2 + ["Touch"]
+    assert not outbox.take()
 
 
 @pytest.mark.parametrize(("failures", "sent"), [(RETRIES_MAX, 2), (RETRIES_MAX + 3, 0)])
@@ -228,14 +231,6 @@ def test_what_grpc_refuses_is_sent_again_a_few_times(
         courier.deliver(link, time.monotonic() + 5)
     assert len(arrived) == sent
     assert counters.snapshot().get("errands_refused", 0) == 2 - sent
-
-
-def test_what_is_put_back_goes_first_and_keeps_its_order() -> None:
-    outbox = Outbox(4)
-    outbox.put(release(9))
-    assert outbox.put_back([release(1), release(2)]) == 0
-    assert outbox.put_back([release(3), release(4)]) == 1
-    assert ids(outbox.take()) == [3, 1, 2, 9]
 
 
 def test_batches_keep_kinds_apart_and_weights_bounded() -> None:

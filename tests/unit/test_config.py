@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -31,11 +30,7 @@ from kvhearth_server.config.value_types import (
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, segment_bytes_for, segments_max
 
-
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_environment")
 
 
 def refusal(config: Path | None = None, **flags: object) -> str:

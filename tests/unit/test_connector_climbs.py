@@ -84,31 +84,6 @@ def test_a_cancelled_lookup_names_its_id_granted_or_not(
     until(lambda: ended(daemon) == ([ids[1]], sorted(ids)))
 
 
-def test_where_nothing_climbs_a_cancel_is_a_release(client: KVClient, daemon: FakeDaemon) -> None:
-    Tower(daemon, dram=4)
-    found = client.lookup({0: KEYS}, prefetch=True)
-    client.cancel(found)
-    until(lambda: ended(daemon) == ([found.id], []))
-    daemon.answers["Lookup"].clear()
-    client.cancel(client.lookup({0: KEYS}, prefetch=True))
-    client.cancel(client.lookup({0: KEYS}, prefetch=True, lease=False))
-    sent = client.lookup({0: KEYS})
-    client.release(sent.lease)
-    assert ended(daemon) == ([found.id], [])
-
-
-def test_cancels_travel_together_and_with_releases(client: KVClient, daemon: FakeDaemon) -> None:
-    Tower(daemon, dram=1, step=0)
-    found = [client.lookup({0: KEYS}, prefetch=True) for _ in range(12)]
-    for each in found[:6]:
-        client.cancel(each)
-    for each in found[6:]:
-        client.release(each.lease)
-    ids = [each.id for each in found]
-    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:6])))
-    assert len(daemon.requests["Release"]) <= 3
-
-
 def test_a_lookup_of_another_boot_is_not_cancelled(
     client: KVClient, daemon: FakeDaemon, tmp_path: Path
 ) -> None:
@@ -142,15 +117,6 @@ def begin(cache: Cache, wait_s: float, count: int = 4) -> Transfer[LoadResult]:
     return cache.load(KEYS[:count], np.zeros((count, PAGE_BYTES), np.uint8), wait_s=wait_s)
 
 
-def test_a_load_takes_what_is_there_unless_it_may_wait(cache: Cache, daemon: FakeDaemon) -> None:
-    Tower(daemon, dram=1)
-    assert begin(cache, 0.0).result(DONE_S).usable_blocks == 1
-    asked = lookups(daemon)
-    assert len(asked) == 1
-    assert asked[0].prefetch
-    until(lambda: ended(daemon) == ([asked[0].lease_id], []))
-
-
 @pytest.mark.parametrize("eta_us", [2000, 0], ids=["from SSD", "until it is checked"])
 def test_a_load_waits_for_what_climbs(cache: Cache, daemon: FakeDaemon, eta_us: int) -> None:
     Tower(daemon, dram=1, eta_us=eta_us)
@@ -160,17 +126,6 @@ def test_a_load_waits_for_what_climbs(cache: Cache, daemon: FakeDaemon, eta_us: 
     assert len(ids) == 4
     # Each answer's promotion was taken over by the next lookup before it was cancelled.
     until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:3]) if eta_us else []))
-
-
-def test_what_does_not_climb_in_time_is_not_waited_for(cache: Cache, daemon: FakeDaemon) -> None:
-    Tower(daemon, dram=2, step=0)
-    started = time.monotonic()
-    done = begin(cache, 0.1).result(DONE_S)
-    assert 0.1 <= time.monotonic() - started < 10
-    assert (done.usable_blocks, done.reason) == (2, "")
-    ids = [request.lease_id for request in lookups(daemon)]
-    # The last answer's promotion continues, for a later caller.
-    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
 
 
 def test_a_load_that_is_given_up_calls_its_climb_off(cache: Cache, daemon: FakeDaemon) -> None:
@@ -200,17 +155,6 @@ def test_a_closed_cache_waits_for_no_climb(client: KVClient, daemon: FakeDaemon)
     assert cache.close(5.0)
     assert future.result(0).usable_blocks == 1
     assert ended(daemon)[0] == sorted(request.lease_id for request in lookups(daemon))
-
-
-def test_a_load_whose_next_question_fails_goes_on_with_what_it_has(
-    cache: Cache, daemon: FakeDaemon
-) -> None:
-    Tower(daemon, dram=2, step=0)
-    future = begin(cache, 30.0)
-    until(lambda: len(lookups(daemon)) > 1)
-    daemon.answers["Lookup"].clear()
-    daemon.refuse_next("Lookup", Reason.DRAINING)
-    assert future.result(DONE_S).usable_blocks == 2
 
 
 def test_a_daemon_that_goes_while_blocks_climb_is_no_long_wait(

@@ -126,14 +126,68 @@ def test_every_field_counts() -> None:
         "decode_context_parallel": 2,
         "rope_digest": "x",
         "draft_model": "x",
+        "codec": "fp8",
     }
     fields = {field.name for field in dataclasses.fields(Contract)} - {"version"}
     assert set(changed) == fields, "a new field: say here what changes it"
-    digests = {
-        namespace_digest("t", dataclasses.replace(BASE, **{name: value}))
+    made = [
+        BASE.with_codec(value) if name == "codec" else dataclasses.replace(BASE, **{name: value})
         for name, value in changed.items()
-    }
+    ]
+    digests = {namespace_digest("t", one) for one in made}
     assert len(digests | {namespace_digest("t", BASE)}) == len(fields) + 1
+
+
+def test_a_contract_without_a_codec_has_the_text_of_versions_before_codecs() -> None:
+    assert "codec" not in BASE.to_json()
+    assert "source_bytes" not in BASE.to_json()
+    assert Contract.from_json(json.dumps({**raw(), "codec": "none"})).to_json() == BASE.to_json()
+
+
+@pytest.mark.parametrize(
+    ("codec", "page_bytes"), [("fp8", 32768 + 1024), ("int4", 16384 + 1024 + 1024)]
+)
+def test_a_codec_makes_blocks_smaller_and_another_namespace(codec: str, page_bytes: int) -> None:
+    made = BASE.with_codec(codec)
+    assert [group.page_bytes for group in made.groups] == [page_bytes, page_bytes, 4096]
+    assert [group.engine_bytes for group in made.groups] == [65536, 65536, 4096]
+    assert Contract.from_json(made.to_json()) == made
+    assert namespace_digest("t", made) != namespace_digest("t", BASE)
+    assert made.with_codec("none") == BASE
+    assert made.with_codec("int4") == BASE.with_codec("int4")
+    assert (made.encoding(2), BASE.encoding(0)) == (None, None)
+
+
+def test_blocks_that_a_codec_cannot_encode_are_refused() -> None:
+    for contract, codec in [
+        (dataclasses.replace(BASE, kv_dtype="fp8_e4m3"), "fp8"),
+        (dataclasses.replace(BASE, groups=(dataclasses.replace(FULL, page_bytes=65540),)), "int4"),
+        (dataclasses.replace(BASE, groups=(MAMBA,)), "fp8"),
+        (BASE, "int5"),
+    ]:
+        with pytest.raises(KVHearthError) as caught:
+            contract.with_codec(codec)
+        assert (caught.value.reason, caught.value.details["field"]) == (
+            Reason.BAD_CONTRACT,
+            "codec",
+        )
+
+
+def test_sizes_that_are_not_the_codecs_are_refused() -> None:
+    encoded = json.loads(BASE.with_codec("fp8").to_json())
+    first = encoded["groups"][0]
+    assert refused_field(codec="int5") == "codec"
+    assert refused_field(codec="fp8") == "groups[0].source_bytes"
+    assert refused_group(0, source_bytes=65536) == "groups[0].source_bytes"
+    for field, value in [
+        ("page_bytes", first["page_bytes"] + 16),
+        ("source_bytes", first["source_bytes"] + 2),
+        ("source_bytes", first["source_bytes"] * 4),
+        ("source_bytes", -64),
+        ("source_bytes", 1 << 40),
+    ]:
+        groups = [{**first, field: value}, *encoded["groups"][1:]]
+        assert refusal(json.dumps({**encoded, "groups": groups})).startswith("groups[0].")
 
 
 def test_omitted_fields_have_their_defaults() -> None:

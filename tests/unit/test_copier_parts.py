@@ -1,4 +1,4 @@
-"""Parts of the copiers: runs, the ticket book, the synchronous calls, scripted CUDA failures."""
+"""Parts of the copiers: runs, the ticket book, the host copier's synchronous calls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from support.arena_fake import FakeArena, summed
-from support.cuda_fake import FakeDevice
+from support.native import without_native
 
 from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
 from kvhearth.copiers.base import TicketBook
 from kvhearth.copiers.batch import Batch, HeldArena, as_arrays, as_single
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY, Records
+from kvhearth.native import VARIABLE
 from kvhearth.page_layout import PagedKV
 
 PAGE_BYTES = 32
@@ -34,8 +33,8 @@ def _batch(pages: list[int], slots: list[int], slot_bytes: int = PAGE_BYTES) -> 
     return Batch(kv, HeldArena(arena), BOOT, np.array(pages), extents)
 
 
-def _cut(batch: Batch, blocks_max: int = 8, **options: Any) -> list[list[int]]:
-    return [run.positions for run in batch.runs(blocks_max, **options)]
+def _cut(batch: Batch, blocks_max: int = 8) -> list[list[int]]:
+    return [run.positions for run in batch.runs(blocks_max)]
 
 
 class TestRuns:
@@ -49,18 +48,12 @@ class TestRuns:
     def test_runs_are_bounded(self) -> None:
         assert _cut(_batch([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]), 2) == [[0, 1], [2, 3], [4]]
 
-    def test_slots_with_gaps_join_unless_they_must_be_dense(self) -> None:
-        batch = _batch([0, 1, 2], [0, 1, 2], slot_bytes=40)
-        (run,) = batch.runs(8)
+    def test_slots_with_gaps_join(self) -> None:
+        (run,) = _batch([0, 1, 2], [0, 1, 2], slot_bytes=40).runs(8)
         assert (run.positions, run.step_bytes, run.offset) == ([0, 1, 2], 40, 0)
-        assert _cut(batch, dense=True) == [[0], [1], [2]]
 
-    def test_pages_matter_only_if_asked_for(self) -> None:
-        assert _cut(_batch([5, 3, 9], [0, 1, 2]), follow_pages=False) == [[0, 1, 2]]
-
-    def test_no_run_crosses_a_registered_piece(self) -> None:
-        batch = _batch([0, 1, 2, 3], [0, 1, 2, 3])
-        assert _cut(batch, piece_bytes=2 * PAGE_BYTES) == [[0, 1], [2, 3]]
+    def test_pages_apart_do_not_join(self) -> None:
+        assert _cut(_batch([5, 3, 9], [0, 1, 2])) == [[0], [1], [2]]
 
     def test_failed_blocks_are_left_out(self) -> None:
         batch = _batch([0, 99, 1, 2], [0, 7, 1, 2])
@@ -75,16 +68,22 @@ class TestRuns:
         if draw.random() < 0.7:
             slots, pages = sorted(slots), sorted(pages)
         batch, most = _batch(pages, slots), draw.choice([1, 2, 5])
+        steps = {
+            at: slots[at] - slots[at - 1]
+            for at in range(1, count)
+            if pages[at] == pages[at - 1] + 1
+        }
+        nearest = min((step for step in steps.values() if step > 0), default=1)
         runs: list[list[int]] = []
         for at in range(count):
-            follows = at and slots[at] == slots[at - 1] + 1 and pages[at] == pages[at - 1] + 1
+            follows = steps.get(at) == nearest
             if follows and len(runs[-1]) < most:
                 runs[-1].append(at)
             else:
                 runs.append([at])
-        found = list(batch.runs(most, dense=True))
+        found = list(batch.runs(most))
         assert [run.positions for run in found] == runs
-        assert len(batch.runs(most, dense=True)) == len(runs)
+        assert len(batch.runs(most)) == len(runs)
         assert [run.page for run in found] == [pages[run[0]] for run in runs]
         assert [run.offset for run in found] == [slots[run[0]] * PAGE_BYTES for run in runs]
 
@@ -175,7 +174,7 @@ class _MovingGenerations:
         return self._arena._generations[slots]
 
 
-class TestHostCopier:
+class TestRunsOfTheFallback:
     @pytest.mark.parametrize("read", [2, 3])
     def test_a_slot_that_leaves_use_before_its_run_is_not_written(self, read: int) -> None:
         """Read 1 is the batch's; each run, here of two blocks, then reads once more."""
@@ -184,13 +183,17 @@ class TestHostCopier:
         arena = FakeArena(run_bytes, 4)
         extents = arena.extents(range(4))
         arena.generations = _MovingGenerations(arena, read, 3)
-        copier = HostCopier(PagedKV([pages]), arena)
+        with without_native():
+            copier = HostCopier(PagedKV([pages]), arena)
         done = copier.store_now(BOOT, np.arange(4), extents)
         assert done.ok.tolist() == [True, True, True, False]
         assert arena.slot(2)[0] == 1
         assert (arena.slot(3) == 0xA5).all()
         assert copier.close()
 
+
+@pytest.mark.usefixtures("native")
+class TestHostCopier:
     def test_synchronous_calls(self) -> None:
         pages = np.random.default_rng(3).integers(0, 256, (8, PAGE_BYTES), np.uint8)
         before = pages.copy()
@@ -332,7 +335,11 @@ copier.load_now("boot-1", extents, np.arange(2))
         """Starts a process that stores and loads with a fault point armed."""
         return subprocess.Popen(
             [sys.executable, "-c", self.PROGRAM],
-            env={"KVHEARTH_FAULT": fault, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={
+                "KVHEARTH_FAULT": fault,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                VARIABLE: os.environ.get(VARIABLE, "1"),
+            },
         )
 
     @pytest.mark.parametrize(
@@ -349,193 +356,3 @@ copier.load_now("boot-1", extents, np.arange(2))
             assert os.WIFSTOPPED(status)
             process.send_signal(signal.SIGCONT)
             assert process.wait(60) == 0
-
-
-class TestCudaCopierScripted:
-    @pytest.fixture
-    def parts(self) -> tuple[Any, FakeArena, FakeDevice]:
-        torch = pytest.importorskip("torch")
-        from kvhearth.copiers.cuda import CudaCopier
-
-        arena, device = FakeArena(PAGE_BYTES), FakeDevice()
-        kv = PagedKV(list(torch.ones(2, 8, PAGE_BYTES // 2, dtype=torch.uint8)))
-        return CudaCopier(kv, arena, device=device, verify_fraction=1.0), arena, device
-
-    @pytest.mark.parametrize("failure", ["fail_issue", "fail_record", "fail_event", "fail_enter"])
-    def test_a_cuda_error_is_an_outcome(self, parts: Any, failure: str) -> None:
-        copier, arena, device = parts
-        setattr(device, failure, True)
-        ticket = copier.store(BOOT, np.array([0, 1]), arena.extents([0, 1]))
-        done = copier.wait(ticket, 10.0)
-        assert done.reasons == {"copy_failed": 2}
-        setattr(device, failure, False)
-        again = copier.store(BOOT, np.array([0, 1]), arena.extents([0, 1]))
-        assert copier.wait(again, 10.0).ok.all()
-        assert copier.close()
-        copier.check_books()
-
-    @pytest.mark.parametrize("step", ["judge", "__init__"])
-    def test_a_batch_that_breaks_is_an_outcome(
-        self, parts: Any, monkeypatch: pytest.MonkeyPatch, step: str
-    ) -> None:
-        copier, arena, device = parts
-
-        def break_down(*_: Any) -> None:
-            raise OSError("scripted")
-
-        device.held = step == "judge"
-        first = copier.store(BOOT, np.array([0]), arena.extents([0]))
-        with monkeypatch.context() as patch:
-            patch.setattr(Batch, step, break_down)
-            second = copier.store(BOOT, np.array([1]), arena.extents([1]))
-            device.held = False
-            assert copier.wait(second, 10.0).reasons == {"copy_failed": 1}
-            copier.wait(first, 10.0)
-        assert copier.close()
-        copier.check_books()
-
-    def test_issued_copies_hold_their_batch_after_an_error(self, parts: Any) -> None:
-        copier, arena, device = parts
-        device.fail_issue = device.held = True
-        ticket = copier.load(BOOT, arena.extents([0]), np.array([0]))
-        assert copier.wait(ticket, 0.01) is None, "copies issued before the error may still run"
-        device.held = False
-        assert copier.wait(ticket, 10.0).reasons == {"copy_failed": 1}
-
-    def test_summed_blocks_are_sampled(self, parts: Any) -> None:
-        copier, arena, _ = parts
-        extents = summed(arena.extents([0]), np.zeros((1, 16), np.uint8))
-        done = copier.wait(copier.load(BOOT, extents, np.array([0])), 10.0)
-        assert done.reasons == {"checksum_mismatch": 1}
-
-    @pytest.fixture
-    def stored(self, parts: Any) -> Records:
-        """Extents of two blocks in slots 0 and 1, both to be verified."""
-        copier, arena, _ = parts
-        done = copier.wait(copier.store(BOOT, np.array([0, 1]), arena.extents([0, 1])), 10.0)
-        assert done.ok.all()
-        sums = b"".join(xxhash.xxh3_128_digest(arena.slot(slot)) for slot in (0, 1))
-        return summed(
-            arena.extents([0, 1]),
-            np.frombuffer(sums, np.uint8).reshape(2, 16),
-            FLAG_SUMMED | FLAG_VERIFY,
-        )
-
-    def test_checksums_are_taken_on_a_thread_of_their_own(self, parts: Any, stored: Any) -> None:
-        copier, arena, _ = parts
-        summing, go, threads = threading.Event(), threading.Event(), set()
-
-        def stall() -> None:
-            threads.add(threading.get_ident())
-            summing.set()
-            go.wait(10.0)
-
-        arena.on_look = stall
-        ticket = copier.load(BOOT, stored, np.array([2, 3]))
-        assert summing.wait(10.0)
-        assert copier.poll() == [], "a load was reported before its checksums were compared"
-        assert copier.wait(ticket, 0.02) is None
-        assert not copier.close(0.02)
-        go.set()
-        assert copier.wait(ticket, 10.0).ok.all()
-        assert threading.get_ident() not in threads
-        assert copier.close()
-
-    def test_checksums_are_taken_after_the_copies(self, parts: Any, stored: Any) -> None:
-        copier, arena, device = parts
-        looks: list[bool] = []
-        arena.on_look = lambda: looks.append(device.held)
-        device.held = True
-        ticket = copier.load(BOOT, stored, np.array([2, 3]))
-        assert copier.wait(ticket, 0.02) is None
-        device.held = False
-        assert copier.wait(ticket, 10.0).ok.all()
-        assert looks == [False, False]
-
-    def test_a_slot_that_leaves_use_while_it_is_verified(self, parts: Any, stored: Any) -> None:
-        copier, arena, _ = parts
-        arena.on_look = lambda: arena.bump(1) if arena.generations[1] == 1 else None
-        done = copier.wait(copier.load(BOOT, stored, np.array([2, 3])), 10.0)
-        assert done.ok.tolist() == [True, False]
-        assert done.reasons == {"stale_generation": 1}
-
-    def test_batches_that_wait_for_their_checksums_count_in_the_queue(self) -> None:
-        torch = pytest.importorskip("torch")
-        from kvhearth.copiers.cuda import CudaCopier
-
-        arena, go = FakeArena(PAGE_BYTES), threading.Event()
-        kv = PagedKV([torch.ones(8, PAGE_BYTES, dtype=torch.uint8)])
-        copier = CudaCopier(kv, arena, device=FakeDevice(), queue_max=2)
-        due = summed(arena.extents([0]), np.zeros((1, 16), np.uint8), FLAG_SUMMED | FLAG_VERIFY)
-        arena.on_look = lambda: go.wait(10.0) and None
-        tickets = [copier.load(BOOT, due, np.array([page])) for page in range(3)]
-        assert tickets[2] is None
-        go.set()
-        assert copier.drain(10.0)
-        assert [done.ticket for done in copier.poll()] == tickets[:2]
-        assert copier.close()
-        copier.check_books()
-
-    def test_no_copy_crosses_a_registered_piece(self) -> None:
-        torch = pytest.importorskip("torch")
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        from kvhearth.copiers.cuda import CudaCopier
-
-        arena = FakeArena(PAGE_BYTES)
-        begin, piece = arena.address(0), PAGE_BYTES * 3 // 4
-        spans = []
-
-        class Watch(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-                if func is torch.ops.aten.copy_.default:
-                    spans.extend((each.data_ptr() - begin, each.nbytes) for each in args[:2])
-                return func(*args, **(kwargs or {}))
-
-        for tensors in (
-            [torch.ones(8, PAGE_BYTES, dtype=torch.uint8)],
-            list(torch.ones(2, 8, PAGE_BYTES // 2, dtype=torch.uint8)),
-            [torch.ones(8, 5, dtype=torch.uint8), torch.ones(8, PAGE_BYTES - 5, dtype=torch.uint8)],
-        ):
-            spans.clear()
-            copier = CudaCopier(PagedKV(tensors), arena, device=FakeDevice(), piece_bytes=piece)
-            with Watch():
-                stored = copier.store(BOOT, np.arange(4), arena.extents(range(4)))
-                loaded = copier.load(BOOT, arena.extents(range(4)), np.arange(4, 8))
-            for ticket in (stored, loaded):
-                assert ticket is not None
-                done = copier.wait(ticket, 10.0)
-                assert done is not None
-                assert done.ok.all()
-            assert all((arena.slot(slot) == 1).all() for slot in range(4))
-            inside = [(at, size) for at, size in spans if 0 <= at < arena.segments[0]]
-            assert sum(size for _, size in inside) == 8 * PAGE_BYTES
-            assert all(at // piece == (at + size - 1) // piece for at, size in inside)
-            assert copier.close()
-
-    def test_staging_memory_is_of_the_stream_that_uses_it(self) -> None:
-        torch = pytest.importorskip("torch")
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        from kvhearth.copiers.cuda import CudaCopier
-
-        device, streams = FakeDevice(), []
-
-        class Watch(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-                if "empty" in str(func) and args[0] != [0]:
-                    streams.append(device.issuing_now)
-                return func(*args, **(kwargs or {}))
-
-        kv = PagedKV(list(torch.ones(2, 8, PAGE_BYTES // 2, dtype=torch.uint8)))
-        with Watch():
-            copier = CudaCopier(kv, FakeArena(PAGE_BYTES), device=device)
-        assert streams == list(CopyKind)
-        assert copier.close()
-
-    def test_cpu_pages_need_a_scripted_device(self) -> None:
-        torch = pytest.importorskip("torch")
-        from kvhearth.copiers.cuda import CudaCopier
-
-        with pytest.raises(KVHearthError, match="host copier"):
-            CudaCopier(PagedKV([torch.zeros(4, PAGE_BYTES)]), FakeArena(PAGE_BYTES))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.core_kit import Rig, contract, full, key, keys
 
-from kvhearth_server.core.check_books import PORTION_SLOTS, BooksError
+from kvhearth_server.core.check_books import BooksError
 from kvhearth_server.core.slot_table import State
 
 SHARDS = 2
@@ -51,7 +51,7 @@ def _ended(world: World) -> None:
 
 
 def _free_twice(world: World) -> None:
-    found = world.state.pools[0]._classes[4096]
+    found = world.state.pools[0]._first.classes[4096]
     found.free[0] = found.free[1]
 
 
@@ -168,8 +168,8 @@ def _move(world: World, number: int) -> None:
     rig.leave(session, finished=number % 2 == 0)
     for member in rig.members[session]:
         rig.core.membership.drained(member)
-    while number % 3 == 0 and state.namespaces.forget_one():
-        pass
+    if number % 3 == 0:
+        state.namespaces._forget_of("t")
     rig.core.pinning.expire(1e9)
 
 
@@ -180,17 +180,6 @@ def test_what_changes_between_two_portions_is_no_disagreement() -> None:
         _move(world, moves)
     assert moves >= 8
     world.rig.check()
-
-
-def test_a_portion_looks_at_a_bounded_number_of_slots() -> None:
-    """Apart from a fixed number of portions, each one covers ``PORTION_SLOTS`` slots."""
-    counts = []
-    for slabs in (1, 130):
-        rig = Rig(slabs)
-        session = rig.attach()
-        rig.put(session, keys(*range(16 * slabs)))
-        counts.append(sum(1 for _ in rig.core.book_portions()))
-    assert counts[1] - counts[0] == 130 * 16 // PORTION_SLOTS
 
 
 def test_siblings_in_a_ring_are_found() -> None:

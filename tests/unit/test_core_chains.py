@@ -44,17 +44,6 @@ def test_a_run_of_one_and_slot_zero() -> None:
     chains.check(heads(0, 1))
 
 
-def test_the_youngest_child_goes_first() -> None:
-    _, chains = forest()
-    for child in (4, 2, 7):
-        chains.link(1, child)
-    for expected in (7, 2, 4):
-        assert chains.leaf(1) == expected
-        chains.unlink(expected)
-    assert chains.is_leaf(1)
-    chains.check(heads(1))
-
-
 @pytest.mark.parametrize("gone", [2, 4, 7])
 def test_a_child_between_others_leaves_them_linked(gone: int) -> None:
     _, chains = forest()
@@ -116,25 +105,6 @@ def test_the_check_finds_links_that_disagree() -> None:
         chains.check(heads(0, 1, 2))
 
 
-def test_the_check_finds_siblings_that_disagree() -> None:
-    table, chains = forest()
-    chains.link_run(heads(0, 1))
-    chains.link(0, 2)
-    chains.link(0, 3)
-    chains.check(heads(0, 1, 2, 3))
-    with pytest.raises(ValueError, match="older sibling that is bound to no key"):
-        chains.check(heads(0, 2, 3))
-    table.older[2] = 0
-    with pytest.raises(ValueError, match="younger sibling that says otherwise"):
-        chains.check(heads(0, 1, 2, 3))
-    table.older[2], table.younger[1] = 2, 4
-    with pytest.raises(ValueError, match="older sibling that says otherwise"):
-        chains.check(heads(0, 1, 2, 3))
-    table.younger[1], table.younger[0] = 3, 4
-    with pytest.raises(ValueError, match="siblings but no parent"):
-        chains.check(heads(0, 1, 2, 3))
-
-
 class Plain:
     """The same in dicts: the parent of each head, and its children, oldest first."""
 
@@ -187,22 +157,6 @@ def test_against_dicts(data: st.DataObject) -> None:
             assert chains.leaf(head) == plain.leaf(head)
 
 
-@no_deadline
-@given(parents=st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=SLOTS))
-def test_many_at_once_are_as_one_after_the_other(parents: list[int]) -> None:
-    """Links oldest first: each parent is older than its child, as in an adopted journal."""
-    order = [min(parent, number - 1) for number, parent in enumerate(parents)]
-    one, single = forest()
-    for head, parent in enumerate(order):
-        if parent >= 0:
-            single.link(parent, head)
-    other, many = forest()
-    many.link_many(np.arange(len(order)), np.array(order, np.int64))
-    for name in ("parent", "child", "older", "younger"):
-        assert getattr(one, name).tolist() == getattr(other, name).tolist()
-    many.check(np.arange(len(order)))
-
-
 # -- through commits -------------------------------------------------------------------------------
 
 
@@ -240,26 +194,6 @@ def test_an_unknown_parent_starts_a_chain() -> None:
     session = rig.attach()
     rig.put(session, keys(5, 6), parent=key(4))
     assert line(rig, session, 6) == [6, 5]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "parent"),
-    [
-        ((0, 0), 0),
-        ((0, 1, 0), 1),
-        ((0, 1, 0, 2), 2),
-        ((1, 0, 1), 0),
-        ((0, 1, 2), 2),
-        ((2, 1, 0), 0),
-    ],
-)
-def test_odd_keys_never_make_a_ring(numbers: tuple[int, ...], parent: int) -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(*numbers), parent=key(parent))
-    rig.put(session, keys(*reversed(numbers)), parent=key(numbers[-1]))
-    for number in set(numbers):
-        assert len(line(rig, session, number)) <= len(set(numbers))
 
 
 def test_chains_of_two_groups_do_not_meet() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.core_kit import contract, full, key, keys, refused, window
+from support.core_kit import contract, full, key, keys, window
 from support.tier_rig import TierRig
 
-from kvhearth.errors import Reason
 from kvhearth.model import Tier
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.promotion import REQUESTERS_MAX
@@ -108,24 +107,6 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
     assert rig.tier.submitted["load"] == 104
 
 
-def test_an_estimate_has_what_others_wait_for_in_it() -> None:
-    rig, session = writeback_rig(120, slabs=8, queue_reads=8)
-    other = rig.attach(engine_id="other")
-    few = rig.lookup(other, keys(*range(110, 114))).promotion_queue
-    alone_us = rig.tiering.eta_us(few)
-    rig.tier.held = True
-    many = rig.lookup(session, keys(*range(100))).promotion_queue
-    before_us = rig.tiering.eta_us(many)
-    rig.tiering.promote(many, rig.group(session).number)
-    waiting = rig.tiering._promoter.waiting
-    assert waiting > 50
-    assert rig.tiering.eta_us(few) == alone_us + 1000 * (waiting - len(few[0].keys))
-    assert rig.tiering.eta_us(many) == before_us, "they wait for no others"
-    rig.tier.held = False
-    rig.settle()
-    assert rig.tiering.eta_us(few) == alone_us
-
-
 @pytest.mark.parametrize("lack", ["room", "queue"])
 def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
     bounds = {"queue_reads": 8} if lack == "queue" else {}
@@ -134,22 +115,6 @@ def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
     assert len(rig.core.promotions) < 60
     rig.settle()
     assert all(rig.in_memory(session, keys(*range(60))))
-
-
-@pytest.mark.parametrize("shards", [1, 4])
-def test_a_block_larger_than_the_share_for_climbing_climbs_alone(shards: int) -> None:
-    rig = TierRig(slabs=2, slab_bytes=1 << 17)
-    memory = rig.geometry.segment_bytes(0)
-    session = rig.attach(contract(full(memory // 2 // shards, shards=shards)))
-    rig.save(session, keys(0))
-    rig.drop(session, keys(0))
-    rig.save(session, keys(1))
-    rig.drop(session, keys(1))
-    rig.want(session, keys(0, 1))
-    rig.turn()
-    assert rig.in_memory(session, keys(0)) == [True]
-    rig.settle()
-    assert rig.in_memory(session, keys(0, 1)) == [True, True]
 
 
 def test_what_waits_for_room_does_not_keep_the_loop_busy() -> None:
@@ -170,25 +135,6 @@ def test_what_finds_no_room_while_nothing_is_under_way_is_told() -> None:
     assert rig.count_of("promotion_failed", "no_room") == 4
 
 
-def test_one_tenant_without_room_keeps_no_other_waiting() -> None:
-    rig = TierRig(slabs=2, tenants=("t", "u"))
-    first, second = rig.attach(), rig.attach(tenant="u", engine_id="u")
-    for session in (first, second):
-        rig.save(session, keys(*range(20)))
-        rig.drop(session, keys(*range(20)))
-    rig.tier.held = True
-    rig.want(first, keys(*range(20)))
-    rig.want(second, keys(*range(4)))
-    rig.turn()
-    rig.tier.under_way.reverse()
-    rig.tier.lose_blocks(1)
-    rig.turn()
-    assert rig.in_memory(second, keys(*range(4))) == [True] * 4
-    assert not any(rig.in_memory(first, keys(*range(20))))
-    rig.tier.held = False
-    rig.settle()
-
-
 def test_a_cancelled_climb_frees_its_slots_when_the_tier_is_done_with_them() -> None:
     rig, session = writeback_rig(4)
     rig.tier.held = True
@@ -201,29 +147,6 @@ def test_a_cancelled_climb_frees_its_slots_when_the_tier_is_done_with_them() -> 
     assert rig.slots_in(State.LOADING) == 0
     assert rig.count_of("prefetch_cancelled") == 4
     assert not any(rig.in_memory(session, keys(*range(4))))
-
-
-def test_a_climb_goes_on_while_somebody_else_waits_for_it() -> None:
-    rig, session = writeback_rig(2)
-    rig.tier.held = True
-    rig.want(session, keys(0, 1), lease_id=7)
-    rig.want(session, keys(1), lease_id=8)
-    rig.tiering.cancel(rig.group(session).number, [7])
-    rig.tier.held = False
-    rig.settle()
-    assert rig.in_memory(session, keys(0, 1)) == [True, True]
-
-
-def test_who_asks_after_a_climb_was_cancelled_gets_it() -> None:
-    rig, session = writeback_rig(2)
-    rig.tier.held = True
-    rig.want(session, keys(0, 1), lease_id=7)
-    rig.tiering.cancel(rig.group(session).number, [7])
-    rig.want(session, keys(1), lease_id=8)
-    rig.tier.held = False
-    rig.settle()
-    assert rig.in_memory(session, keys(0, 1)) == [True, True]
-    rig.check()
 
 
 def test_what_waits_is_cancelled_with_its_request() -> None:
@@ -264,19 +187,6 @@ def test_blocks_that_rise_into_new_weights_are_dropped() -> None:
     rig.settle()
     assert not any(rig.in_memory(session, keys(0, 1)))
     assert not rig.lookup(session, keys(0, 1)).groups[0].present.any()
-
-
-def test_a_block_that_was_stored_meanwhile_stays() -> None:
-    rig, session = writeback_rig(2)
-    rig.tier.held = True
-    rig.want(session, keys(0, 1))
-    rig.put(session, keys(0))
-    head = rig.head(session, key(0))
-    rig.tier.held = False
-    rig.settle()
-    assert rig.head(session, key(0)) == head
-    assert rig.count_of("duplicate_blocks") == 1
-    assert rig.slots_in(State.LOADING) == 0
 
 
 def test_wrong_bytes_below_are_a_miss_and_never_served() -> None:
@@ -347,18 +257,6 @@ def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> N
     rig.turn()
     assert reported
     assert rig.copy_state(session, key(0)) == CopyState.NOT
-
-
-def test_reserving_never_takes_what_is_loading() -> None:
-    rig, session = writeback_rig(16)
-    rig.tier.held = True
-    rig.want(session, keys(*range(16)))
-    slots, _ = rig.take(session, 48)
-    assert (rig.state.table.state[slots] == State.RESERVED).all()
-    with refused(Reason.HELD_CAP):
-        rig.reserve(session, 1)
-    rig.tier.held = False
-    rig.settle()
 
 
 def test_a_tier_that_takes_no_loads_is_told_as_such() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from support.core_kit import Rig, contract, full, keys, refused
+from support.core_kit import Rig, contract, full
 
-from kvhearth.errors import Reason
 from kvhearth.model import I64
 from kvhearth_server.core.groups import DOUBTS_REMEMBERED, SlotGrant
 from kvhearth_server.core.reservations import SlotsItem
@@ -41,59 +39,6 @@ class Stock:
         return {State(value) for value in np.unique(found).tolist()}
 
 
-@pytest.mark.parametrize("pending_aborts", [1, 2])
-@pytest.mark.parametrize("first", ["slots", "reservation"])
-@pytest.mark.parametrize("second", ["slots", "reservation"])
-def test_the_second_word_frees_what_the_first_put_aside(
-    first: str, second: str, pending_aborts: int
-) -> None:
-    stock = Stock()
-    assert stock.abort(first, in_doubt=True) == (0, 6)
-    for _ in range(pending_aborts - 1):
-        assert stock.abort(first, in_doubt=True) == (0, 0)
-    assert stock.states() == {State.QUARANTINED}
-    assert stock.abort(second, in_doubt=False) == (6, 0)
-    assert stock.states() == {State.FREE}
-    assert stock.rig.group(stock.session).quarantined_bytes == 0
-
-
-def test_a_reservation_in_doubt_is_not_handed_out_again() -> None:
-    stock = Stock()
-    stock.abort("reservation", in_doubt=True)
-    with refused(Reason.NOT_RESERVED):
-        stock.rig.reserve(stock.session, 3, reservation_id=RESERVATION)
-    assert stock.states() == {State.QUARANTINED}
-
-
-def test_only_what_is_still_its_own_is_freed() -> None:
-    """One block was committed before; one was freed by its slots and belongs to another
-    reservation.
-    """
-    stock = Stock()
-    rig, slots, generations = stock.rig, stock.part.slots, stock.part.generations
-    rig.commit(stock.session, rig.item(keys(0), slots[:1], generations[:1]))
-    assert stock.abort("reservation", in_doubt=True) == (0, 4)
-    assert rig.abort(stock.session, slots[1:2], generations[1:2]) == (2, 0)
-    again = rig.reserve(stock.session, 1, reservation_id=RESERVATION + 1).handed[0].slots
-    assert sorted(again.reshape(-1)) == sorted(slots[1].tolist())
-    assert stock.abort("reservation", in_doubt=False) == (2, 0)
-    assert rig.present(stock.session, keys(0)) == [True]
-    assert stock.states(again) == {State.RESERVED}
-    assert stock.states(slots[2]) == {State.FREE}
-
-
-def test_the_same_slots_in_doubt_once_more_are_not_freed_by_an_old_reservation() -> None:
-    stock = Stock()
-    rig = stock.rig
-    stock.abort("reservation", in_doubt=True)
-    rig.abort(stock.session, stock.part.slots, stock.part.generations)
-    slots, generations = rig.take(stock.session, 3)
-    assert sorted(slots.reshape(-1)) == sorted(stock.part.slots.reshape(-1))
-    rig.abort(stock.session, slots, generations, in_doubt=True)
-    assert stock.abort("reservation", in_doubt=False) == (0, 0)
-    assert stock.states() == {State.QUARANTINED}
-
-
 def test_while_a_rank_is_gone_the_second_word_waits_for_it() -> None:
     stock = Stock()
     rig = stock.rig
@@ -105,18 +50,6 @@ def test_while_a_rank_is_gone_the_second_word_waits_for_it() -> None:
     rig.core.membership.drained(worker)
     rig.check()
     assert stock.states() == {State.FREE}
-
-
-def test_what_is_in_doubt_does_not_go_free_with_a_rank_that_was_gone() -> None:
-    stock = Stock()
-    rig = stock.rig
-    worker = rig.members[stock.session][1]
-    rig.core.membership.leave(worker, finished=False)
-    stock.abort("reservation", in_doubt=True)
-    rig.core.membership.drained(worker)
-    rig.check()
-    assert stock.states() == {State.QUARANTINED}
-    assert stock.abort("reservation", in_doubt=False) == (6, 0)
 
 
 def test_a_word_that_comes_again_and_again_takes_no_more_memory() -> None:

@@ -9,7 +9,6 @@ import pytest
 from support.core_kit import Rig, contract, full, key, keys, mamba, refused
 
 from kvhearth.errors import Reason
-from kvhearth_server.core.slot_table import State
 
 POLICIES = pytest.mark.parametrize("eviction", ["s3fifo", "sieve"])
 
@@ -25,48 +24,6 @@ def store_chain(rig: Rig, session: int, length: int, step: int, first: int = 0) 
     for number in range(first, first + length, step):
         parent = key(number - 1) if number > first else b""
         rig.put(session, keys(*range(number, number + step)), parent=parent)
-
-
-@POLICIES
-@pytest.mark.parametrize("step", [100, 10, 1])
-@pytest.mark.parametrize("evicted", [1, 10, 37, 99])
-def test_a_usable_prefix_is_left(eviction: str, step: int, evicted: int) -> None:
-    """Evicting 10 blocks of a chain of 100 leaves 90, in however many commits it was stored."""
-    rig = Rig(8, eviction=eviction)
-    session = rig.attach()
-    store_chain(rig, session, 100, step)
-    rig.take(session, 28 + evicted)
-    assert prefix(rig, session, 100) == 100 - evicted
-
-
-@POLICIES
-def test_one_at_a_time_is_as_good(eviction: str) -> None:
-    rig = Rig(8, eviction=eviction)
-    session = rig.attach()
-    store_chain(rig, session, 100, 4)
-    rig.take(session, 28)
-    for left in range(99, 70, -1):
-        rig.take(session, 1)
-        assert prefix(rig, session, 100) == left
-
-
-def test_blocks_of_several_shards_go_no_faster_than_needed() -> None:
-    rig = Rig(8)
-    session = rig.attach(contract(full(shards=4)))
-    store_chain(rig, session, 32, 8)
-    rig.take(session, 5)
-    assert prefix(rig, session, 32) == 27
-
-
-def test_a_used_chain_outlives_an_unused_one() -> None:
-    rig = Rig(4)
-    session = rig.attach()
-    store_chain(rig, session, 20, 5)
-    store_chain(rig, session, 20, 5, first=100)
-    assert rig.lookup(session, keys(*range(20))).hit_tokens == 320
-    rig.take(session, 24 + 15)
-    assert prefix(rig, session, 20) == 20
-    assert sum(rig.present(session, keys(*range(100, 120)))) == 5
 
 
 def test_of_a_tree_the_branches_go_before_the_trunk() -> None:
@@ -119,87 +76,12 @@ def test_a_scan_leaves_what_is_used_again_and_again() -> None:
     assert prefix(rig, session, 40) == 40
 
 
-def test_what_is_leased_stays_and_the_rest_goes() -> None:
-    rig = Rig(1)
-    session = rig.attach()
-    store_chain(rig, session, 16, 4)
-    found = rig.lookup(session, keys(*range(6)), lease_id=1)
-    assert found.groups[0].leased.sum() == 6
-    rig.take(session, 10)
-    assert prefix(rig, session, 16) == 6
-    with refused(Reason.HELD_CAP):
-        rig.reserve(session, 1)
-    assert prefix(rig, session, 16) == 6
-
-
-def test_a_leased_end_does_not_keep_the_rest_of_its_chain() -> None:
-    """Only the end of a state group's chain is leased: all other blocks can be evicted."""
-    rig = Rig(1)
-    session = rig.attach(contract(mamba()))
-    store_chain(rig, session, 16, 4)
-    rig.lookup(session, keys(*range(16)), lease_id=1)
-    rig.take(session, 15)
-    assert rig.present(session, keys(*range(16))) == [False] * 15 + [True]
-
-
-def test_a_chain_that_lost_a_block_in_its_middle() -> None:
-    """The next search must not begin at a block that has been removed."""
-    rig = Rig(1)
-    session = rig.attach()
-    store_chain(rig, session, 16, 1)
-    for _ in range(2):
-        rig.take(session, 1)
-    head = rig.head(session, key(13))
-    assert rig.remove_bad(head, "reader")
-    rig.check()
-    for left in (13, 12, 11):
-        rig.take(session, 1)
-        assert prefix(rig, session, 16) == left
-
-
-def test_a_chain_whose_middle_was_replaced_by_another_chains_block() -> None:
-    rig = Rig(1)
-    session = rig.attach(contract(full(), full()))
-    store_chain(rig, session, 16, 1)
-    for _ in range(2):
-        rig.take(session, 1)
-    head = rig.head(session, key(13))
-    assert rig.remove_bad(head, "reader")
-    rig.put(session, keys(13), kv_group=1)
-    assert rig.head(session, key(13), 1) == head
-    rig.take(session, 1)
-    assert rig.present(session, keys(13), 1) == [True]
-    assert prefix(rig, session, 16) == 12
-
-
 def test_blocks_that_wait_for_their_checksum_can_go() -> None:
     rig = Rig(1)
     session = rig.attach()
     rig.put(session, keys(*range(16)), summed=False)
     rig.take(session, 4)
     assert prefix(rig, session, 16) == 12
-
-
-def test_an_evicted_slots_extents_are_worth_nothing() -> None:
-    rig = Rig(1)
-    session = rig.attach(contract(full(shards=2)))
-    rig.put(session, keys(*range(8)))
-    extents = rig.lookup(session, keys(*range(8)), lease_id=1).groups[0].extents
-    rig.core.reading.release(session, [1])
-    rig.take(session, 8)
-    generations = rig.state.table.generation[extents["slot"].astype(int)]
-    assert (generations != extents["generation"]).all()
-    assert rig.slots_in(State.SUMMED) == 0
-
-
-def test_the_colder_namespace_goes_first() -> None:
-    rig = Rig(4)
-    old, new = rig.attach(), rig.attach(contract(revision="new"), engine_id="new")
-    store_chain(rig, old, 32, 8)
-    store_chain(rig, new, 32, 8)
-    rig.take(new, 20)
-    assert prefix(rig, old, 32) == 12
-    assert prefix(rig, new, 32) == 32
 
 
 def test_nothing_is_left_to_evict() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -24,36 +23,6 @@ def key(number: int, size: int = 32) -> bytes:
 
 def heads_of(index: Index, keys: list[bytes], space: tuple[int, int] = (1, 0)) -> list[int]:
     return index.find(*space, keys).tolist()
-
-
-@pytest.mark.parametrize("size", [16, 17, 20, 31, 32, 33, 64])
-def test_keys_of_every_length_come_back(size: int) -> None:
-    index = Index(SLOTS)
-    keys = [key(number, size) for number in range(300)]
-    index.bind(1, 0, keys, np.arange(300, dtype=np.int64) * 3)
-    assert heads_of(index, [*keys, key(300, size)]) == [*range(0, 900, 3), -1]
-    assert index.key(27) == keys[9]
-    index.check()
-    assert index.unbind(1, 0, np.array([0, 897])) == [keys[0], keys[299]]
-    assert heads_of(index, [keys[0], keys[1]]) == [-1, 3]
-    index.check()
-
-
-def test_spaces_do_not_see_each_other() -> None:
-    index = Index(SLOTS)
-    index.bind(1, 0, [key(1)], np.array([5]))
-    index.bind(1, 1, [key(1)], np.array([6]))
-    index.bind(2, 0, [key(1, 20)], np.array([7]))
-    assert heads_of(index, [key(1)]) == [5]
-    assert heads_of(index, [key(1)], (1, 1)) == [6]
-    assert heads_of(index, [key(1)], (2, 0)) == [-1]
-    assert heads_of(index, [key(1, 20)], (2, 0)) == [7]
-    assert len(index) == 3
-    found = {(n, g): heads for n, g, heads in index.items()}
-    assert found == {(1, 0): {key(1): 5}, (1, 1): {key(1): 6}, (2, 0): {key(1, 20): 7}}
-    index.check()
-    index.unbind(1, 1, np.array([6]))
-    assert {(n, g) for n, g, _ in index.spaces()} == {(1, 0), (2, 0)}
 
 
 def test_a_key_that_is_asked_twice_is_found_twice() -> None:
@@ -235,17 +204,17 @@ def test_growth_and_what_is_asked_in_the_middle_of_it() -> None:
 
 
 def test_no_call_stands_still_while_the_index_grows() -> None:
-    """Each doubling in one piece took 0.5 s at a million keys; a call now takes about a
-    millisecond.
+    """Each doubling in one piece took 0.5 s at a million keys; a call moves some more keys than it
+    binds, however many there are.
     """
-    batch, longest = 2048, 0.0
+    batch, most = 2048, 0
     index, chance = Index(1 << 21, 3), np.random.default_rng(3)
     for start in range(0, 1_100_000, batch):
         keys, heads = PackedKeys(chance.bytes(32 * batch), 32), np.arange(start, start + batch)
-        began = time.process_time()
+        before = index.moved
         index.bind(1, 0, keys, heads)
-        longest = max(longest, time.process_time() - began)
-    assert longest < 0.06
+        most = max(most, index.moved - before)
+    assert 0 < most < 4 * batch
     assert len(index) >= 1_100_000
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from support.core_kit import SLOT_BYTES, Rig, contract, full, keys
 
 from kvhearth_server.core.inspection import LEASES_AT_ONCE, Held, held_by_groups, places
@@ -71,15 +70,3 @@ def test_a_key_may_be_in_several_places() -> None:
     assert (unready.kv_group, unready.state.name) == (0, "COMMITTED")
     assert "checksum is still being taken" in unready.why_not
     assert places(rig.state, keys(8)[0]) == []
-
-
-@pytest.mark.parametrize("kept", [0, 1, 5, 7, 8])
-def test_shrinking_takes_no_block_too_many(kept: int) -> None:
-    rig = Rig()
-    session = rig.attach()
-    named = keys(*range(1, 9))
-    rig.put(session, named)
-    (space,) = rig.state.namespaces
-    assert rig.core.evict(space.digest, kept * SLOT_BYTES) == 8 - kept
-    rig.check()
-    assert sum(rig.present(session, named)) == kept

@@ -57,19 +57,6 @@ def serving(rig: Rig) -> int:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_engine_under_another_contract_misses(name: str) -> None:
-    rig = Rig(8)
-    serving(rig)
-    other = rig.attach(changed(name), engine_id="other")
-    for kv_group in range(len(changed(name).groups)):
-        found = rig.lookup(other, keys(0, 1, 2, 3), kv_group=kv_group, lease_id=5)
-        assert (found.hit_tokens, found.lease_id) == (0, 0)
-        assert not found.groups[0].present.any()
-        assert len(found.groups[0].extents) == 0
-        assert rig.pin(other, 5 + kv_group, keys(0), kv_group=kv_group) == [False]
-
-
-@pytest.mark.parametrize("name", CHANGES)
 def test_a_rank_under_another_contract_is_refused_by_the_fields_name(name: str) -> None:
     rig = Rig(8)
     rig.join(BASE)
@@ -167,18 +154,6 @@ def test_an_epoch_may_be_bumped_only_by_who_is_alone() -> None:
     rig.check()
 
 
-def test_a_new_block_takes_the_place_of_an_older_epochs() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(0, 1))
-    old = rig.head(session, key(0))
-    rig.core.bump_epoch(session, 1)
-    assert rig.put(session, keys(0)).all()
-    assert rig.head(session, key(0)) != old
-    assert rig.state.table.state[old] == State.FREE
-    assert rig.present(session, keys(0, 1)) == [True, False]
-
-
 def test_a_leased_block_of_an_older_epoch_is_not_reused_under_its_reader() -> None:
     rig = Rig()
     session = rig.attach()
@@ -203,13 +178,6 @@ def test_the_digest_binds_tenant_and_contract() -> None:
     assert all(len(digest) == 32 for digest in digests)
 
 
-def test_numbers_are_not_used_again_while_there_are_new_ones() -> None:
-    spaces = Namespaces(count_max=2)
-    seen = [spaces.obtain("t", contract(revision=f"r{i}")).number for i in range(10)]
-    assert seen == list(range(1, 11))
-    assert len(spaces) == 2
-
-
 def test_numbers_come_again_only_when_all_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces_module, "NUMBER_MAX", 5)
     spaces = Namespaces(count_max=4)
@@ -221,21 +189,6 @@ def test_numbers_come_again_only_when_all_were_used(monkeypatch: pytest.MonkeyPa
         assert made.number != busy.number
         assert spaces.get(made.number) is made
         assert spaces.find(made.digest) is made
-
-
-@pytest.mark.parametrize("field", ["blocks", "groups", "used_bytes"])
-def test_only_a_namespace_that_holds_nothing_is_forgotten(field: str) -> None:
-    spaces = Namespaces(count_max=1)
-    made = spaces.obtain("t", BASE)
-    setattr(made, field, 1)
-    with refused(Reason.TOO_MANY_NAMESPACES):
-        spaces.obtain("t", contract(revision="other"))
-    assert spaces.obtain("t", BASE) is made
-    setattr(made, field, 0)
-    version = spaces.version
-    spaces.obtain("t", contract(revision="other"))
-    assert spaces.find(made.digest) is None
-    assert spaces.version == version + 2
 
 
 def test_a_forgotten_namespace_comes_back_without_its_old_epoch() -> None:

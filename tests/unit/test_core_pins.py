@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from support.core_kit import Rig, contract, full, items, key, keys, refused
+from support.core_kit import Rig, contract, full, key, keys, refused
 
 from kvhearth.errors import Reason
-from kvhearth_server.core.slot_table import State
 
 
 def fill(rig: Rig, session: int, first: int = 1000, count: int = 200) -> None:
@@ -53,34 +52,6 @@ def test_an_unpinned_block_can_go() -> None:
     assert rig.present(session, keys(0)) == [False]
 
 
-def test_two_pins_on_one_block_count_twice() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(0))
-    rig.pin(session, 1, keys(0, 0))
-    rig.pin(session, 2, keys(0))
-    assert rig.state.ledger.segments[0].held == 4096
-    rig.core.pinning.unpin(session, [1])
-    rig.check()
-    fill(rig, session)
-    assert rig.present(session, keys(0)) == [True]
-
-
-def test_a_pin_outlives_its_session_and_others_may_end_it() -> None:
-    rig = Rig()
-    one, other = rig.attach(), rig.attach(engine_id="other")
-    rig.put(one, keys(0))
-    rig.pin(one, 1, keys(0))
-    rig.leave(one)
-    assert rig.state.table.pins.any()
-    stranger = rig.attach(contract(revision="x"), engine_id="stranger")
-    with refused(Reason.UNKNOWN_PIN):
-        rig.core.pinning.unpin(stranger, [1])
-    rig.core.pinning.unpin(other, [1])
-    rig.check()
-    assert not rig.state.table.pins.any()
-
-
 def test_a_pin_does_not_keep_wrong_bytes_or_old_weights() -> None:
     rig = Rig()
     session = rig.attach()
@@ -100,38 +71,12 @@ def test_a_pin_does_not_keep_wrong_bytes_or_old_weights() -> None:
     assert not rig.state.table.pins.any()
 
 
-def test_a_leased_block_that_was_pinned_waits_for_its_reader_only() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(0))
-    rig.pin(session, 1, keys(0))
-    rig.lookup(session, keys(0), lease_id=5)
-    head = rig.head(session, key(0))
-    rig.remove_bad(head, "reader")
-    rig.check()
-    assert rig.state.table.state[head] == State.QUARANTINED
-    rig.core.reading.release(session, [5])
-    rig.check()
-    assert rig.state.table.state[head] == State.FREE
-    assert rig.core.pinning.expire(math.inf) == 1
-    rig.check()
-
-
 def test_a_block_without_its_checksum_may_be_pinned() -> None:
     rig = Rig()
     session = rig.attach(contract(full(shards=2)))
     rig.put(session, keys(0), summed=False)
     assert rig.pin(session, 1, keys(0)) == [True]
     assert rig.state.table.pins.sum() == 2
-
-
-def test_blocks_of_an_older_epoch_are_not_pinned() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(0))
-    rig.core.bump_epoch(session, 1)
-    assert rig.pin(session, 1, keys(0)) == [False]
-    assert not rig.state.table.pins.any()
 
 
 def test_the_cap_on_what_is_held() -> None:
@@ -145,32 +90,6 @@ def test_the_cap_on_what_is_held() -> None:
     # A block that is already held costs nothing more; the rejected pin leaves nothing behind.
     rig.pin(session, 2, keys(*range(6), 6, 7))
     assert rig.state.ledger.segments[0].held == 8 * 4096
-
-
-def test_bounds_and_names() -> None:
-    rig = Rig(pins_max=2, keys_max=4, pin_ttl_max_s=60.0)
-    session = rig.attach()
-    other = rig.attach(contract(revision="x"), engine_id="other")
-    rig.put(session, keys(0))
-    rig.pin(session, 1, keys(0))
-    with refused(Reason.PIN_EXISTS):
-        rig.pin(session, 1, keys(0))
-    with refused(Reason.PIN_EXISTS):
-        rig.pin(session, 0, keys(0))
-    rig.pin(session, 2, [])
-    with refused(Reason.TOO_MANY_PINS):
-        rig.pin(session, 3, keys(0))
-    # Each namespace has its own pin numbers and counts.
-    rig.pin(other, 1, keys(0))
-    with refused(Reason.TOO_MANY_KEYS):
-        rig.pin(other, 9, keys(*range(5)))
-    with refused(Reason.BAD_GROUP):
-        rig.pin(other, 9, keys(0), kv_group=1)
-    with refused(Reason.STALE_EPOCH):
-        rig.core.pinning.pin(other, 2, 9, items(keys(0)), ttl_s=1.0, now=0.0)
-    with refused(Reason.UNKNOWN_PIN):
-        rig.core.pinning.unpin(session, [9, 1])
-    assert not rig.state.table.pins.any(), "the known one ends in any case"
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, 60.1, math.inf, math.nan])

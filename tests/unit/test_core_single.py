@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,21 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.core_kit import (
-    KEY_BYTES,
     Rig,
     contract,
     full,
     key,
-    mamba,
     no_deadline,
-    one_of,
     window,
 )
 from support.core_pair import Pair
 
 from kvhearth.model import EXTENT_DTYPE, FLAG_VERIFY
-from kvhearth_server.core.commit import CommitItem
-from kvhearth_server.core.fast_path import Asked, Singles
+from kvhearth_server.core.fast_path import SingleFastPath
 
 KEYS = 12
 PAIR = contract(full(), window(64), full(page_bytes=8192))
@@ -59,14 +54,14 @@ def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
 
     def noted(name: str) -> None:
-        whole = getattr(Singles, name)
+        whole = getattr(SingleFastPath, name)
 
-        def note(self: Singles, *args: Any) -> Any:
+        def note(self: SingleFastPath, *args: Any) -> Any:
             answer = whole(self, *args)
             taken.append(f"{name} {answer}")
             return answer
 
-        monkeypatch.setattr(Singles, name, note)
+        monkeypatch.setattr(SingleFastPath, name, note)
 
     noted("commit")
     noted("lookup")
@@ -89,34 +84,3 @@ def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.core.reading.release(session, [5])
     assert rig.put(session, [key(1)]).tolist() == [False]
     assert taken[3:] == ["commit False"]
-
-
-def test_what_is_not_plain_goes_the_general_way() -> None:
-    rig = Rig(2)
-    session = rig.attach(contract(full(), mamba()))
-    slots, generations = rig.take(session, 1)
-    good = rig.item([key(1)], slots, generations)
-    single = rig.core.writing._singles
-    group = rig.group(session)
-    namespace = rig.state.namespaces.get(group.namespace)
-    for change in (
-        {"kv_group": 2},
-        {"kv_group": -1},
-        {"slots": slots + (1 << 40)},
-        {"slots": slots - (1 << 40)},
-        {"slots": slots + 1},
-        {"generations": generations + np.uint32(1)},
-        {"parent": b"short"},
-    ):
-        before = rig.state.table.state.tobytes()
-        item: CommitItem = dataclasses.replace(good, **change)
-        assert not single.commit(group, namespace, one_of(item)), change
-        assert rig.state.table.state.tobytes() == before
-        rig.check()
-    assert single.commit(group, namespace, one_of(good))
-    rig.state.take_actions()
-    rig.check()
-    assert single.lookup(group, namespace, Asked(0, key(2), 1)) == -1
-    assert single.lookup(group, namespace, Asked(0, key(1)[: KEY_BYTES - 1], 1)) == -1
-    assert single.lookup(group, namespace, Asked(7, key(1), 1)) == -1
-    rig.check()

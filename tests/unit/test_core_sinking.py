@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
-import numpy as np
 import pytest
 from support.core_kit import contract, full, key, keys, refused
 from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.removal import remove_blocks
-from kvhearth_server.core.slot_table import CopyState, State
+from kvhearth_server.core.slot_table import CopyState
 from kvhearth_server.tiers.base import Throttled
 
 FULL = 32
 """Blocks of 4 KiB in two slabs."""
-
-
-def test_what_is_stored_is_saved_and_then_evicted() -> None:
-    rig = TierRig(slabs=2)
-    session = rig.attach()
-    rig.save(session, keys(*range(FULL)))
-    assert rig.tier.keys() == set(keys(*range(FULL)))
-    rig.put(session, keys(*range(100, 110)))
-    assert sum(rig.in_memory(session, keys(*range(FULL)))) == FULL - 10
-
-
-def test_what_waits_or_is_written_is_not_evicted() -> None:
-    rig = TierRig(slabs=2)
-    session = rig.attach()
-    rig.tier.held = True
-    rig.put(session, keys(*range(FULL)))
-    with refused(Reason.NO_SPACE):
-        rig.reserve(session, 1)
-    rig.turn()
-    assert rig.tier.under_way
-    with refused(Reason.NO_SPACE):
-        rig.reserve(session, 1)
-    rig.tier.held = False
-    rig.settle()
-    rig.put(session, keys(100))
 
 
 def test_an_operator_evicts_what_waits_but_not_what_is_written() -> None:
@@ -66,21 +39,6 @@ def test_a_block_without_its_checksum_is_neither_written_nor_evicted() -> None:
     assert not rig.tier.keys()
     with refused(Reason.NO_SPACE):
         rig.reserve(session, 1)
-
-
-def test_a_block_that_is_removed_while_it_is_written_keeps_its_slots_until_then() -> None:
-    rig = TierRig()
-    session = rig.attach()
-    rig.tier.held = True
-    rig.put(session, keys(1, 2))
-    rig.turn()
-    rig.call(remove_blocks, rig.state, np.array([rig.head(session, key(1))]), "checksum")
-    rig.check()
-    assert rig.slots_in(State.QUARANTINED) == 1
-    rig.tier.held = False
-    rig.turn()
-    assert rig.slots_in(State.QUARANTINED) == 0
-    assert rig.copy_state(session, key(2)) == CopyState.SAVED
 
 
 def test_blocks_of_old_weights_are_not_written() -> None:
@@ -233,21 +191,6 @@ def test_a_block_larger_than_what_is_written_at_once_is_written_alone() -> None:
     session = rig.attach(contract(full(shards=16)))
     rig.save(session, keys(1, 2))
     assert rig.tier.keys() == set(keys(1, 2))
-
-
-def test_an_eviction_says_where_the_block_is_now() -> None:
-    rig = TierRig()
-    session = rig.attach()
-    rig.save(session, keys(1, 2, 3))
-    cursor = rig.state.events.subscribe()
-    rig.drop(session, keys(1))
-    rig.core.bump_epoch(session, 1)
-    rig.drop(session, keys(2))
-    events = rig.state.events.read(cursor).events
-    assert [(e.keys, e.kind, e.tier) for e in events] == [
-        ((key(1),), "moved", "ssd"),
-        ((key(2),), "removed", ""),
-    ]
 
 
 def test_what_admission_refused_may_go_and_is_offered_again_when_asked_for() -> None:

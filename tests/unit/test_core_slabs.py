@@ -159,65 +159,6 @@ def sizes(rig: Rig) -> list[int]:
     return sorted(rig.state.table.slab_slot_bytes.tolist())
 
 
-def test_a_store_takes_slabs_of_blocks_of_another_size() -> None:
-    rig = Rig(2)
-    session = rig.attach(TWO_SIZES)
-    rig.put(session, keys(*range(32)))
-    rig.put(session, keys(*range(8)), kv_group=1)
-    assert sizes(rig) == [LARGE, LARGE]
-    assert rig.present(session, keys(*range(8)), 1) == [True] * 8
-    assert rig.present(session, keys(*range(32))) == [False] * 32
-    rig.put(session, keys(*range(5)), kv_group=2)
-    assert sizes(rig) == [ODD, LARGE]
-
-
-def test_the_slab_that_was_used_longest_ago_goes_first() -> None:
-    rig = Rig(2)
-    session = rig.attach(TWO_SIZES)
-    rig.put(session, keys(*range(16)))
-    rig.put(session, keys(*range(16, 32)))
-    rig.lookup(session, keys(*range(16)))
-    rig.put(session, keys(0), kv_group=1)
-    assert rig.present(session, keys(*range(32))) == [True] * 16 + [False] * 16
-
-
-def test_an_empty_slab_is_taken_before_anything_is_evicted() -> None:
-    rig = Rig(2)
-    session = rig.attach(TWO_SIZES)
-    slots, generations = rig.take(session, 16)
-    rig.put(session, keys(*range(4)), kv_group=1)
-    rig.abort(session, slots, generations)
-    # The countdown to the next check of other sizes must not matter.
-    for number in range(4, 8):
-        rig.put(session, keys(number), kv_group=1)
-    assert rig.present(session, keys(*range(8)), 1) == [True] * 8
-
-
-def test_a_slab_with_something_held_in_it_is_not_taken() -> None:
-    rig = Rig(2)
-    session = rig.attach(TWO_SIZES)
-    rig.put(session, keys(*range(32)))
-    rig.lookup(session, keys(0), lease_id=1)
-    rig.pin(session, 1, keys(31))
-    with refused(Reason.NO_SPACE):
-        rig.reserve(session, 1, 1)
-    assert sum(rig.present(session, keys(*range(32)))) == 32
-    rig.core.reading.release(session, [1])
-    rig.check()
-    assert rig.reserve(session, 1, 1).short is None
-
-
-def test_a_commit_makes_reserved_slabs_evictable() -> None:
-    """A rejection is remembered until something changes; a commit is such a change."""
-    rig = Rig(2)
-    session = rig.attach(TWO_SIZES)
-    slots, generations = rig.take(session, 28)
-    with refused(Reason.NO_SPACE):
-        rig.reserve(session, 1, 1)
-    rig.commit(session, rig.item(keys(*range(28)), slots, generations))
-    assert rig.reserve(session, 1, 1).short is None
-
-
 @pytest.mark.parametrize("free_by", ["abort", "unpin", "expire", "release", "leave", "evict"])
 def test_a_refusal_is_not_remembered_for_too_long(free_by: str) -> None:
     rig = Rig(2, held_fraction_max=1.0)
@@ -248,26 +189,6 @@ def test_a_refusal_is_not_remembered_for_too_long(free_by: str) -> None:
             generation = int(rig.state.table.generation[head])
             rig.core.reading.remove_bad(np.array([head]), np.array([generation]), "reader")
     assert rig.reserve(session, 1, 1).short is None
-
-
-def test_sizes_take_turns_and_nothing_is_refused() -> None:
-    rig = Rig(3)
-    session = rig.attach(TWO_SIZES)
-    for turn in range(12):
-        group = turn % 3
-        count = {0: 40, 1: 9, 2: 12}[group]
-        rig.put(session, keys(*range(100 * turn, 100 * turn + count)), kv_group=group)
-        rig.state.take_actions()
-
-
-def test_a_tenant_does_not_take_from_another() -> None:
-    rig = Rig(2, tenants=("t", "u"))
-    mine, theirs = rig.attach(TWO_SIZES), rig.attach(TWO_SIZES, tenant="u")
-    rig.put(theirs, keys(*range(32)))
-    for turn in range(6):
-        rig.put(mine, keys(*range(100 * turn, 100 * turn + 30)), kv_group=0)
-        rig.put(mine, keys(*range(100 * turn, 100 * turn + 7)), kv_group=1)
-    assert rig.present(theirs, keys(*range(32))) == [True] * 32
 
 
 def test_no_call_stands_still_while_millions_are_freed() -> None:

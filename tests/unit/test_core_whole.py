@@ -15,7 +15,7 @@ from kvhearth.model import EXTENT_DTYPE, FLAG_VERIFY, unpack_bits
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth_server.core import holds as holding
 from kvhearth_server.core.eviction.base import FREQ_MAX, PolicyArrays
-from kvhearth_server.core.fast_path import Whole, Wholes
+from kvhearth_server.core.fast_path import PrefixFastPath, PrefixHit
 from kvhearth_server.core.lookup import Presence
 from kvhearth_server.core.slot_table import Pick, ascending, numbers
 from kvhearth_server.core.state import CoreState
@@ -61,16 +61,16 @@ def test_both_ways_are_one(steps: list[tuple[Any, ...]], held: float) -> None:
         pair.do(step)
 
 
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[Whole | None]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[PrefixHit | None]:
     """Records every result of the fast path from now on."""
-    answers: list[Whole | None] = []
-    lookup = Wholes.lookup
+    answers: list[PrefixHit | None] = []
+    lookup = PrefixFastPath.lookup
 
-    def note(self: Wholes, *args: Any) -> Whole | None:
+    def note(self: PrefixFastPath, *args: Any) -> PrefixHit | None:
         answers.append(lookup(self, *args))
         return answers[-1]
 
-    monkeypatch.setattr(Wholes, "lookup", note)
+    monkeypatch.setattr(PrefixFastPath, "lookup", note)
     return answers
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.core_kit import Rig, contract, full, key, keys, refused, sums_of
+from support.core_kit import Rig, contract, full, keys, refused
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.actions import BindOne, Mark, Sum, SumOne
 from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.slot_table import State
 
@@ -32,15 +31,6 @@ def test_asking_again_gives_the_same_slots() -> None:
     assert rig.slots_in(State.RESERVED) == 3
 
 
-def test_an_abort_that_came_before_its_reservation_wins() -> None:
-    rig = Rig()
-    session = rig.attach()
-    assert rig.core.writing.abort(session, [], [77], in_doubt=False) == (0, 0)
-    with refused(Reason.NOT_RESERVED):
-        rig.reserve(session, 3, reservation_id=77)
-    assert rig.slots_in(State.RESERVED) == 0
-
-
 def test_all_ranks_must_be_there() -> None:
     rig = Rig()
     scheduler = rig.join(TWO_RANKS)
@@ -53,16 +43,6 @@ def test_all_ranks_must_be_there() -> None:
         rig.reserve(scheduler, 1)
 
 
-def test_a_stock_has_its_share() -> None:
-    rig = Rig(4, stock_fraction_max=0.25)
-    one, other = rig.attach(), rig.attach(engine_id="other")
-    reserved = rig.reserve(one, 40)
-    assert (reserved.short, len(reserved.handed[0].slots)) == (Reason.STOCK_CAP, 16)
-    with refused(Reason.STOCK_CAP):
-        rig.reserve(one, 1)
-    assert rig.reserve(other, 16).short is None
-
-
 def test_a_reserved_extent_tells_nothing_of_its_last_block() -> None:
     rig = Rig(1)
     session = rig.attach()
@@ -73,35 +53,7 @@ def test_a_reserved_extent_tells_nothing_of_its_last_block() -> None:
     assert not extents["checksum"].tobytes().strip(b"\0")
 
 
-def test_what_the_shell_is_told_comes_in_order() -> None:
-    rig = Rig(1)
-    session = rig.attach()
-    rig.put(session, keys(*range(16)), summed=False)
-    rig.state.take_actions()
-    rig.put(session, keys(20), summed=False)
-    kinds = [(type(action), getattr(action, "state", None)) for action in rig.state.take_actions()]
-    assert kinds == [
-        (Mark, State.FREE),
-        (Mark, State.RESERVED),
-        (BindOne, State.COMMITTED),
-        (SumOne, None),
-    ]
-
-
 # -- commit ----------------------------------------------------------------------------------------
-
-
-def test_the_first_commit_of_a_key_wins() -> None:
-    rig = Rig()
-    session = rig.attach(TWO_RANKS)
-    rig.put(session, keys(0))
-    head = rig.head(session, key(0))
-    slots, generations = rig.take(session, 3)
-    (stored,) = rig.commit(session, rig.item(keys(1, 0, 1), slots, generations))
-    assert stored.tolist() == [True, False, False]
-    assert rig.head(session, key(0)) == head
-    assert states(rig, slots[1:]) == {State.FREE}
-    assert (rig.state.table.generation[slots[1:]] != generations[1:]).all()
 
 
 def test_nothing_is_applied_if_one_item_is_wrong() -> None:
@@ -131,19 +83,6 @@ def test_a_commit_of_nothing() -> None:
     (stored,) = rig.commit(session, rig.item([], none, none.astype(np.uint32)))
     assert stored.tolist() == []
     assert rig.commit(session) == []
-
-
-def test_a_checksum_that_comes_too_late_is_for_nobody() -> None:
-    rig = Rig(1)
-    session = rig.attach()
-    rig.put(session, keys(*range(16)), summed=False)
-    (action,) = [action for action in rig.state.take_actions() if isinstance(action, Sum)]
-    rig.put(session, keys(*range(20, 24)), summed=False)
-    done = rig.core.writing.summed(action.slots, action.generations, sums_of(action.slots))
-    rig.check()
-    assert done == 12
-    found = rig.lookup(session, keys(20)).groups[0]
-    assert (found.present.tolist(), found.ready.tolist()) == ([True], [False])
 
 
 # -- abort -----------------------------------------------------------------------------------------
@@ -176,19 +115,6 @@ def test_a_word_of_long_ago_does_not_free_what_is_in_doubt_now() -> None:
         rig.abort(session, slots, generations)
     assert states(rig, slots) == {State.QUARANTINED}
     assert rig.abort(session, again, later) == (1, 0)
-
-
-def test_a_reservation_is_aborted_as_far_as_it_is_still_one() -> None:
-    rig = Rig()
-    session = rig.attach()
-    reserved = rig.reserve(session, 4, reservation_id=9)
-    (part,) = reserved.handed
-    rig.commit(session, rig.item(keys(0), part.slots[:1], part.generations[:1]))
-    rig.abort(session, part.slots[1:2], part.generations[1:2])
-    assert rig.core.writing.abort(session, [], [9], in_doubt=False) == (2, 0)
-    rig.check()
-    assert rig.present(session, keys(0)) == [True]
-    assert rig.core.writing.abort(session, [], [9], in_doubt=False) == (0, 0)
 
 
 def test_one_wrong_slot_refuses_the_whole_abort() -> None:

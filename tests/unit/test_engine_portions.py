@@ -13,7 +13,6 @@ from support.core_shell import Shell
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.commit import CommitItem
-from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import ChecksumWorkers
@@ -90,18 +89,6 @@ def test_eviction_is_cut_into_portions() -> None:
     world.engine.core.check_books()
 
 
-def test_stores_that_come_in_do_not_keep_an_eviction_going() -> None:
-    world = World()
-
-    def store(_: int) -> None:
-        world.store(EVICTED_MAX)
-
-    done, turns = meanwhile(lambda: evict(world.engine, world.space.digest, 0), store)
-    assert done.memory == BLOCKS
-    assert turns <= BLOCKS // EVICTED_MAX + 2
-    world.engine.core.check_books()
-
-
 def test_blocks_with_wrong_bytes_are_removed_in_portions() -> None:
     """Any client can commit blocks whose bytes do not match their checksums."""
     world = World(1024)
@@ -120,16 +107,6 @@ def test_blocks_with_wrong_bytes_are_removed_in_portions() -> None:
     steps = [before - after for before, after in itertools.pairwise(seen)]
     assert max(steps) <= 256
     core.check_books()
-
-
-def test_what_is_leased_ends_an_eviction() -> None:
-    world = World(EVICTED_MAX)
-    asked = [KeysItem(0, keys(*range(10)))]
-    world.engine.call(
-        world.engine.core.reading.lookup, world.session.number, world.space.epoch, asked, 1
-    )
-    done, _ = meanwhile(lambda: evict(world.engine, world.space.digest, 0), nothing)
-    assert done.memory == EVICTED_MAX - 10
 
 
 def test_a_namespace_that_goes_meanwhile_ends_an_eviction() -> None:

@@ -12,6 +12,7 @@ from support.tier_rig import TierRig
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.slot_table import CopyState, State
+from kvhearth_server.engine.tiering.promotion import BEGUN_AT_ONCE
 from kvhearth_server.engine.tiering.writeback import PATIENCE_S, READ_BACK_PATIENCE_S
 from kvhearth_server.tiers.base import Failed, Throttled
 
@@ -428,3 +429,45 @@ def test_a_load_that_hangs_is_told_and_keeps_its_slots() -> None:
     rig.turn()
     assert rig.slots_in(State.LOADING) == 0
     assert rig.tiering.pause_s() == math.inf
+
+
+def test_a_turn_whose_time_is_over_leaves_the_rest_to_the_next() -> None:
+    rig = TierRig(slabs=64)
+    session = rig.attach()
+    names = keys(*range(3 * BEGUN_AT_ONCE))
+    rig.save(session, names)
+    rig.drop(session, names)
+    rig.tier.held = True
+    rig.want(session, names)  # the call itself begins one load
+    begun = [rig.tier.submitted["load"]]
+    for _ in range(2):
+        rig.tiering.due.clear()
+        rig.tiering.turn(0.0)
+        begun.append(rig.tier.submitted["load"])
+        assert rig.tiering.due.is_set() == (begun[-1] < len(names))
+    assert begun == [BEGUN_AT_ONCE, 2 * BEGUN_AT_ONCE, 3 * BEGUN_AT_ONCE]
+    rig.tier.held = False
+    ended = []
+    for _ in range(3):
+        rig.tiering.turn(0.0)
+        ended.append(rig.in_memory(session, names).count(True))
+    assert ended == begun
+
+
+def test_drops_of_a_tier_are_told_one_turn_after_another() -> None:
+    rig = TierRig(slabs=8)
+    session = rig.attach()
+    rig.save(session, keys(1, 2))
+    told: list[list[bytes]] = []
+    lost = rig.core.writeback.lost
+    rig.core.writeback.lost = lambda space, group, names: (
+        told.append(names)
+        or lost(  # type: ignore[method-assign]
+            space, group, names
+        )
+    )
+    for number in (1, 2):
+        rig.tier.evict(keys(number))
+    for count in (1, 2):
+        rig.tiering.turn(0.0)
+        assert len(told) == count

@@ -120,19 +120,6 @@ def test_against_a_list(seed: int) -> None:
         pair.compare()
 
 
-def test_a_hand_in_a_newest_chunk_that_empties_stands_behind_the_rest() -> None:
-    arrays = PolicyArrays(SLOT_COUNT)
-    ring = FifoRing(arrays)
-    ring.push(np.arange(CHUNK_ENTRIES + 1))
-    for slot in range(CHUNK_ENTRIES + 1):
-        assert ring.peek_hand() == slot
-        if slot < CHUNK_ENTRIES:
-            ring.step_hand()
-    assert ring.remove_one(CHUNK_ENTRIES)
-    assert ring.peek_hand() == 0
-    assert ring.slots().tolist() == list(range(CHUNK_ENTRIES))
-
-
 def test_a_hand_in_an_oldest_chunk_that_empties_stands_before_the_rest() -> None:
     arrays = PolicyArrays(SLOT_COUNT)
     ring = FifoRing(arrays)
@@ -164,18 +151,6 @@ def test_a_hand_does_not_follow_its_chunk_into_another_ring() -> None:
     other.push(np.arange(100, 110))
     ring.push(np.arange(10))
     assert ring.peek_hand() == 0
-
-
-def test_alternating_push_and_removal_at_a_chunk_border_moves_no_chunk() -> None:
-    arrays = PolicyArrays(SLOT_COUNT)
-    ring = FifoRing(arrays)
-    ring.push(np.arange(CHUNK_ENTRIES))
-    before = arrays.position[:CHUNK_ENTRIES].copy()
-    for _ in range(100):
-        ring.push_one(CHUNK_ENTRIES)
-        assert ring.remove_one(CHUNK_ENTRIES)
-    assert np.array_equal(arrays.position[:CHUNK_ENTRIES], before)
-    assert sum(chunk is not None for chunk in arrays.chunks) == 1
 
 
 def test_rings_beyond_the_spare_chunks_make_the_arrays_grow() -> None:

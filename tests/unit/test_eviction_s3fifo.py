@@ -111,16 +111,6 @@ def test_the_small_queue_keeps_a_tenth_before_the_main_queue_pays() -> None:
     policy.check()
 
 
-def test_a_used_block_of_the_main_queue_gets_another_round() -> None:
-    arrays = PolicyArrays(100)
-    policy = S3FifoPolicy(arrays)
-    policy.insert(np.arange(20))
-    policy.touch(np.arange(20))
-    assert evict(policy, 1) == [0]  # all were promoted, their uses spent
-    policy.touch(np.array([1, 2]))
-    assert evict(policy, 1) == [3]
-
-
 def test_a_used_block_between_leased_ones_is_found() -> None:
     policy = S3FifoPolicy(PolicyArrays(100))
     policy.insert(np.arange(4))

@@ -37,17 +37,6 @@ class ListSieve:
         return slot
 
 
-def test_survivors_keep_their_place_and_the_hand_goes_on() -> None:
-    policy = SievePolicy(PolicyArrays(100))
-    policy.insert(np.arange(6))
-    policy.touch(np.array([0, 1, 3]))
-    assert evict(policy, 2) == [2, 4]
-    policy.insert(np.array([10, 11]))
-    assert policy.slots().tolist() == [0, 1, 3, 5, 10, 11]
-    # The hand stood before 5, passes through the new slots and then reaches those it unmarked.
-    assert evict(policy, 5) == [5, 10, 11, 0, 1]
-
-
 def test_new_blocks_are_safe_from_a_hand_that_has_passed_the_newest() -> None:
     policy = SievePolicy(PolicyArrays(100))
     policy.insert(np.arange(4))

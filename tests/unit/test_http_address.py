@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from kvhearth.errors import KVHearthError, Reason
+from kvhearth.errors import KVHearthError
 from kvhearth_server.config.load import Settings, load_settings
 
 
@@ -23,22 +21,6 @@ from kvhearth_server.config.load import Settings, load_settings
 )
 def test_addresses(text: str, address: object) -> None:
     assert Settings(http=text).http_address == address
-
-
-def test_yaml_reads_off_as_false(tmp_path: Path) -> None:
-    path = tmp_path / "kvhearth.yaml"
-    path.write_text("http: off\n")
-    assert load_settings({}, path).http_address is None
-
-
-@pytest.mark.parametrize(
-    "text", ["", "9460", "localhost", ":9460", "::1:9460", "a:b", "h:65536", "h:-1", "h:", "h:1²"]
-)
-def test_what_is_not_an_address(text: str) -> None:
-    with pytest.raises(KVHearthError) as caught:
-        load_settings({"http": text})
-    assert caught.value.reason is Reason.CONFIG_INVALID
-    assert "write 127.0.0.1:9460" in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:9460", "[::]:1", "192.168.0.1:1", "example.org:1"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.core_kit import no_deadline, refused
 
 from kvhearth.errors import Reason
-from kvhearth.keys import PackedKeys, chain_keys, fold_key, join_keys, split_keys
+from kvhearth.keys import PackedKeys, chain_keys, fold_key, split_keys
 
 widths = st.integers(16, 64)
 TOKENS = list(range(100, 164))
@@ -20,7 +20,7 @@ TOKENS = list(range(100, 164))
 @given(data=st.data(), width=widths)
 def test_a_blob_is_its_keys_in_order(data: st.DataObject, width: int) -> None:
     keys = data.draw(st.lists(st.binary(min_size=width, max_size=width), max_size=200))
-    blob = join_keys(keys)
+    blob = b"".join(keys)
     assert split_keys(blob, width) == keys
     assert all(type(key) is bytes for key in split_keys(blob, width))
     packed = PackedKeys(blob, width)
@@ -33,7 +33,6 @@ def test_a_blob_is_its_keys_in_order(data: st.DataObject, width: int) -> None:
 
 def test_no_keys() -> None:
     assert split_keys(b"", 32) == []
-    assert join_keys([]) == b""
 
 
 @pytest.mark.parametrize("excess", [1, 15, 31])
@@ -46,7 +45,7 @@ def test_a_blob_that_is_not_whole_keys(excess: int) -> None:
 
 def test_zero_bytes_at_either_end_are_part_of_a_key() -> None:
     keys = [b"\0" * 16, b"\0" * 15 + b"a", b"a" + b"\0" * 15]
-    assert split_keys(join_keys(keys), 16) == keys
+    assert split_keys(b"".join(keys), 16) == keys
 
 
 def test_a_key_for_each_full_block() -> None:

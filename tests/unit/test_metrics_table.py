@@ -33,6 +33,7 @@ from kvhearth_server.observability.timings import (
     CallTimings,
     Histogram,
     TickClock,
+    watch_lag,
 )
 from kvhearth_server.tiers.base import DirectoryFigures, Refusal, TierFigures
 from kvhearth_server.tiers.ssd.directory import WORDS
@@ -80,6 +81,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
             counts[name, label] = number
     ages, timings = Histogram(AGE_BOUNDS), CallTimings()
     ages.observe(30.0, 3)
+    timings.loop_lag.observe(0.004)
     timings.observe("Lookup", "OK", 0.0004)
     timings.observe("Lookup", "UNAVAILABLE", 2.0)
     values: dict[str, Any] = {
@@ -88,7 +90,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "uptime_s": 3.5,
         "draining": False,
         "doors_shut": 23,
-        "segments": [SegmentNow("t", "2MiB", 2 << 20, 100, 1, 2, 3, 4, 5, 6, 7)],
+        "segments": [SegmentNow("t", "2MiB", 2 << 20, 90, 100, 1, 2, 3, 4, 5, 6, 7)],
         "namespaces": [NamespaceNow("abc", 8, 9), NamespaceNow("other", 10, 11)],
         "namespace_count": 40,
         "blocks": 12,
@@ -250,6 +252,8 @@ def test_values() -> None:
     assert value(found, "eviction_age_seconds_bucket", le="10.0") == 0
     assert value(found, "eviction_age_seconds_bucket", le="60.0") == 3
     assert value(found, "eviction_age_seconds_sum") == 90
+    assert value(found, "loop_lag_seconds_bucket", le="0.0025") == 0
+    assert value(found, "loop_lag_seconds_bucket", le="0.005") == 1
     assert value(found, "client_copy_bytes_total", direction="store") == 20
     assert value(found, "client_fallbacks_total", reason="deadline") == 21
     assert value(found, "client_trouble_total", kind="links_lost") == 22
@@ -473,3 +477,18 @@ def test_a_histogram_counts_many_as_it_counts_one_by_one() -> None:
     many.observe_all(np.zeros(0))
     assert many == one
     assert many.counts == [2, 2, 2]
+
+
+def test_a_loop_that_is_held_lags() -> None:
+    lag = Histogram((0.001, 0.05))
+
+    async def work() -> None:
+        watching = asyncio.create_task(watch_lag(lag, 0.01))
+        await asyncio.sleep(0.05)
+        time.sleep(0.1)
+        await asyncio.sleep(0.02)
+        watching.cancel()
+
+    asyncio.run(work())
+    assert lag.counts[-1] == 1
+    assert sum(lag.counts) >= 2

@@ -69,14 +69,14 @@ def test_contents_stay() -> None:
 @needs_populate
 def test_it_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     reached, held = threading.Event(), threading.Event()
-    real = populate._madvise
+    real = populate.advise
 
     def slow(*arguments: int) -> int:
         reached.set()
         assert held.wait(20)
         return int(real(*arguments))
 
-    monkeypatch.setattr(populate, "_madvise", slow)
+    monkeypatch.setattr(populate, "advise", slow)
     area = memory()
     work = Populate([span(area)], [area])
     assert reached.wait(20)

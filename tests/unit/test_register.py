@@ -29,6 +29,7 @@ from kvhearth.copiers.device import (
     Registrations,
 )
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import Records
 from kvhearth.page_layout import PagedKV
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, default_copier
 
@@ -198,6 +199,27 @@ class TestRegistrations:
         assert cuda.registered == {}
         assert len(cuda.calls) == 1
 
+    def test_two_gpus_of_a_process_share_a_registration(self, cuda: FakeCuda) -> None:
+        arena, shared = FakeArena(4096), Registrations(lambda: cuda)
+        for index in (cuda.device, cuda.device + 1):
+            shared.acquire(arena, index, index, lambda: None)
+        until(lambda: cuda.registered)
+        assert shared.release(arena, cuda.device, DEADLINE_S)
+        assert cuda.registered
+        assert shared.release(arena, cuda.device + 1, DEADLINE_S)
+        assert (cuda.registered, len(cuda.calls)) == ({}, 1)
+
+    def test_each_process_registers_its_own_mapping(self) -> None:
+        arena, processes = FakeArena(4096), [FakeCuda(), FakeCuda()]
+        shared = [Registrations(lambda cuda=cuda: cuda) for cuda in processes]
+        for own in shared:
+            own.acquire(arena, "a", 1, lambda: None)
+        for cuda in processes:
+            until(lambda cuda=cuda: cuda.registered)
+        assert shared[0].release(arena, "a", DEADLINE_S)
+        assert [bool(cuda.registered) for cuda in processes] == [False, True]
+        assert shared[1].release(arena, "a", DEADLINE_S)
+
     def test_nobody_waits_for_another_users_unregistration(self, cuda: FakeCuda) -> None:
         shared = Registrations(lambda: cuda)
         first, second = FakeArena(4096), FakeArena(4096)
@@ -254,6 +276,12 @@ class _Gpu:
         self.copier_pool.append(copier_pool)
         return copier_pool
 
+    def free_extent(self) -> Records:
+        """Return the extent of slot 0, as the daemon would grant it now."""
+        arena = self.client.arena
+        assert arena is not None
+        return extents(1, generation=int(arena.generations[0]))
+
     def add_cuda_movers(self) -> CopierPool:
         torch = pytest.importorskip("torch")
         self.kv = {0: PagedKV([torch.zeros((8, PAGE_BYTES), dtype=torch.uint8)])}
@@ -275,6 +303,7 @@ def gpu(daemon: FakeDaemon, tmp_path: Path) -> Iterator[_Gpu]:
     yield gpu
     gpu.device.held = False
     cuda.gate.set()
+    assert cuda.misuse == []
     for copier_pool in gpu.copier_pool:
         assert copier_pool.close(DEADLINE_S)
     assert cuda.registered == {}
@@ -321,10 +350,7 @@ def test_copies_go_on_while_the_arena_is_being_registered(gpu: _Gpu) -> None:
     assert cuda.stalled.wait(DEADLINE_S)
     copier = copier_pool.copier(0, boot_id)
     assert copier is not None
-    arena = gpu.client.arena
-    assert arena is not None
-    free = extents(1, generation=int(arena.generations[0]))
-    ticket = copier.store(boot_id, np.array([0]), free)
+    ticket = copier.store(boot_id, np.array([0]), gpu.free_extent())
     assert ticket is not None
     done = copier.wait(ticket, DEADLINE_S)
     assert done is not None
@@ -352,11 +378,10 @@ def test_an_engines_thread_does_not_wait_while_the_arena_is_unregistered(gpu: _G
 
 def test_an_engines_thread_does_not_wait_while_copies_end(gpu: _Gpu) -> None:
     copier_pool, boot_id = gpu.add_cuda_movers(), gpu.client.boot_id
-    arena = FakeArena(PAGE_BYTES)
     copier = copier_pool.copier(0, boot_id)
     assert copier is not None
     gpu.device.held = True
-    ticket = copier.store(boot_id, np.array([0]), arena.extents([0]))
+    ticket = copier.store(boot_id, np.array([0]), gpu.free_extent())
     assert ticket is not None
     with ThreadPoolExecutor(1) as threads:
         ending = threads.submit(copier_pool.drain, DEADLINE_S)
@@ -388,7 +413,7 @@ def test_copies_end_before_their_memory_is_unregistered(gpu: _Gpu) -> None:
     copier = copier_pool.copier(0, boot_id)
     assert copier is not None
     gpu.device.held = True
-    assert copier.store(boot_id, np.array([0]), FakeArena(PAGE_BYTES).extents([0])) is not None
+    assert copier.store(boot_id, np.array([0]), gpu.free_extent()) is not None
     assert not copier_pool.close(0.05)
     assert cuda.registered
     assert not cuda.unpinned_under_copies

@@ -51,14 +51,3 @@ def test_so_many_bytes_take_so_long(sizes: list[int]) -> None:
             await pace.spend(size)
 
     assert slept(work()) == pytest.approx(10.0, rel=1e-6)
-
-
-def test_idle_time_is_not_saved_up() -> None:
-    async def work() -> None:
-        pace = Pace(100)
-        await pace.spend(100)
-        await asyncio.sleep(50)
-        for _ in range(10):
-            await pace.spend(100)
-
-    assert slept(work()) == pytest.approx(61.0, rel=1e-6)

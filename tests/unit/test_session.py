@@ -177,14 +177,6 @@ def test_goodbye_is_said_once(tmp_path: Path) -> None:
         assert not session.alive()
 
 
-def test_a_refusal_comes_with_its_details(tmp_path: Path) -> None:
-    with running(tmp_path, small_contract()) as daemon:
-        daemon.refuse = KVHearthError(Reason.CONTRACT_MISMATCH, "kv_dtype differs", kv_dtype="int8")
-        error = refusal_of(tmp_path)
-    assert error.reason is Reason.CONTRACT_MISMATCH
-    assert (error.message, error.details) == ("kv_dtype differs", {"kv_dtype": "int8"})
-
-
 def test_the_daemon_runs_as_the_user_of_the_url(tmp_path: Path) -> None:
     with running(tmp_path, small_contract()) as daemon:
         own = dataclasses.replace(url(daemon.directory), daemon_uid=os.geteuid())
@@ -237,10 +229,6 @@ def test_a_silent_daemon_costs_the_deadline(tmp_path: Path) -> None:
     with running(tmp_path, small_contract()) as daemon:
         daemon.silent_attach = True
         assert refusal_of(tmp_path, attach_ms=100).reason is Reason.DEADLINE
-
-
-def test_no_daemon(tmp_path: Path) -> None:
-    assert refusal_of(tmp_path).reason is Reason.DAEMON_AWAY
 
 
 @pytest.mark.parametrize(

@@ -40,31 +40,6 @@ def test_good_lines_are_believed() -> None:
     assert doubts_of(rows[:0], HEAD, HEAD.segment_bytes) == {}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "doubt"),
-    [
-        ("magic", RECORD_MAGIC ^ 1 << 31, Doubt.DAMAGED),
-        ("version", VERSION + 1, Doubt.VERSION),
-        ("key_bytes", 0, Doubt.DAMAGED),
-        ("key_bytes", 65, Doubt.DAMAGED),
-        ("log_id", HEAD.log_id ^ 1, Doubt.FOREIGN),
-        ("segment_sequence", HEAD.sequence + 1, Doubt.MISPLACED),
-        ("position", 0, Doubt.DAMAGED),
-        ("position", 0xFFFF_FFFF, Doubt.TRUNCATED),
-        ("length", 0, Doubt.DAMAGED),
-        ("length", 0xFFFF_FFFF, Doubt.TRUNCATED),
-        ("shard", 2, Doubt.DAMAGED),
-        ("shard_count", 0, Doubt.DAMAGED),
-    ],
-)
-@pytest.mark.parametrize("row", [0, 4, 8])
-def test_one_bad_line_is_doubted_alone(field: str, value: int, doubt: Doubt, row: int) -> None:
-    rows = lines()
-    rows[field][row] = value
-    found = doubts_of(rows, HEAD, HEAD.segment_bytes)
-    assert {reason: list(which) for reason, which in found.items()} == {doubt: [row]}
-
-
 @pytest.mark.parametrize("short_by", [1, PAGE_BYTES])
 def test_a_record_that_ends_outside_is_doubted(short_by: int) -> None:
     rows = lines()

@@ -125,7 +125,7 @@ def test_headers_that_nobody_wants_have_pages_of_their_own(rig: ReadRig) -> None
 
 def test_without_pages_for_headers_records_are_read_alone(rig: ReadRig) -> None:
     rig.drive.shut = True
-    transfers = rig.tier._parts.transfers
+    transfers = rig.tier.parts.transfers
     spare = transfers._unread.lend(transfers._unread.free - 5)
     ticket = rig.begin(range(COUNT))
     assert transfers._unread.free == 0
@@ -133,15 +133,6 @@ def test_without_pages_for_headers_records_are_read_alone(rig: ReadRig) -> None:
     assert len(rig.desk.wait(ticket).rows(Done)) == COUNT
     assert sorted(len(each.pieces) for each in rig.drive.reads) == [1] * (COUNT - 6) + [11]
     transfers._unread.give(spare)
-
-
-def test_a_request_has_no_more_pieces_than_it_may_have(tmp_path: Path) -> None:
-    rig = ReadRig(tmp_path / "one")
-    small = family(length=PAGE)
-    rig.desk.store_all(range(100), small)
-    assert len(rig.desk.load(range(100), small).rows(Done)) == 100
-    assert [len(each.pieces) for each in rig.drive.reads] == [63, 63, 63, 7]
-    rig.close()
 
 
 @pytest.mark.parametrize(
@@ -197,84 +188,10 @@ def test_blocks_of_several_shards(tmp_path: Path, shards: int, length: int) -> N
 
 # -- failing reads ---------------------------------------------------------------------------------
 
-ENDS: list[tuple[str, Callable[[int], int]]] = [
-    ("io", lambda _: -errno.EIO),
-    ("io", lambda _: -errno.EINVAL),
-    ("no_space", lambda _: -errno.ENOSPC),
-    ("read_only", lambda _: -errno.EROFS),
-    ("short", lambda result: result // 2),
-    ("short", lambda _: 0),
-]
-END_NAMES = ["EIO", "EINVAL", "ENOSPC", "EROFS", "half", "nothing"]
-each_end = pytest.mark.parametrize(("reason", "end"), ENDS, ids=END_NAMES)
-
 
 def bad_page(page: Page, end: Callable[[int], int]) -> Callable[[Request, int], int]:
     """Returns the fate of reads while one page cannot be read."""
     return lambda request, result: end(result) if page in pages_of(request) else result
-
-
-@each_end
-@pytest.mark.parametrize("bad", [0, 3, 7], ids=["first", "middle", "last"])
-def test_a_bad_page_costs_its_block_alone(
-    rig: ReadRig, bad: int, reason: str, end: Callable[[int], int]
-) -> None:
-    rig.drive.fate = bad_page(rig.page(bad, after=1), end)
-    done = rig.desk.load(range(8))
-    others = [number for number in range(8) if number != bad]
-    assert done.rows(Done).tolist() == others
-    assert [(o, rows.tolist()) for o, rows in done.parts if o != Done()] == [
-        (Failed(reason), [bad])
-    ]
-    assert len(rig.drive.reads) == 1 + 8
-    assert rig.tier.counts["read_errors"] == 1
-    assert rig.tier.counts["corrupt_blocks"] == 0
-    assert rig.tier.counts["loaded_blocks"] == 7
-    assert rig.tier.counts["loaded_bytes"] == 7 * LENGTH
-    assert rig.present(range(8)) == [number != bad for number in range(8)]
-    again = rig.desk.load(range(8))
-    assert again.rows(Done).tolist() == others
-    assert again.rows(Missing).tolist() == [bad]
-
-
-@each_end
-def test_a_joined_read_fails_like_a_single_one(
-    rig: ReadRig, reason: str, end: Callable[[int], int]
-) -> None:
-    page = rig.page(3)
-
-    def reported() -> tuple[str, ...]:
-        return rig.tier.health().reasons
-
-    rig.drive.fate = bad_page(page, end)
-    # Held until the others have been reported, since each good read makes the directory healthy
-    # again.
-    rig.drive.holds = lambda each: page in pages_of(each) and size_of(each) < RECORD
-    ticket = rig.begin(range(8))
-    while rig.tier.counts["loaded_blocks"] < 7:
-        rig.desk.pump(0.01)
-    assert reported() == ()
-    rig.drive.release()
-    assert rig.desk.wait(ticket).rows(Failed).tolist() == [3]
-    joined = reported()
-    rig.desk.store_all([3])
-    rig.desk.load([4])
-    assert reported() == (), "one that is good ends it"
-    rig.drive.fate = bad_page(rig.page(4), end)
-    assert rig.desk.load([4]).parts[0][0] == Failed(reason)
-    assert reported() == joined
-    assert len(joined) == 1
-    assert rig.tier.counts["read_errors"] == 2
-
-
-@each_interface
-def test_a_bad_header_costs_nobody_anything(rig: ReadRig) -> None:
-    rig.drive.fate = bad_page(rig.page(4, after=-1), lambda _: -errno.EIO)
-    assert len(rig.desk.load(range(8)).rows(Done)) == 8
-    assert len(rig.drive.reads) == 1 + 8
-    assert rig.tier.counts["read_errors"] == 0
-    assert rig.tier.health().reasons == ()
-    assert all(rig.present(range(8)))
 
 
 def test_a_failure_that_does_not_last_costs_nobody_anything(rig: ReadRig) -> None:
@@ -285,40 +202,12 @@ def test_a_failure_that_does_not_last_costs_nobody_anything(rig: ReadRig) -> Non
     assert rig.tier.counts["loaded_blocks"] == 8
 
 
-@each_interface
-def test_a_drive_that_reads_nothing_is_asked_twice_and_no_more(rig: ReadRig) -> None:
-    rig.drive.fate = lambda *_: -errno.EIO
-    done = rig.desk.load(range(8))
-    assert done.parts[0][0] == Failed("io")
-    assert len(done.rows(Failed)) == 8
-    assert len(rig.drive.reads) == 1 + 8
-    assert rig.tier.counts["read_errors"] == 8
-    assert not any(rig.present(range(8)))
-    assert all(rig.present(range(8, COUNT)))
-    assert "reads: its device reports I/O errors" in rig.tier.health().reasons[0]
-
-
 def test_one_of_several_joined_reads_fails(tmp_path: Path) -> None:
     rig = ReadRig(tmp_path / "one", depth=8)
     rig.desk.store_all(range(COUNT))
     rig.drive.fate = bad_page(rig.page(8), lambda _: -errno.EIO)
     assert rig.desk.load(range(COUNT)).rows(Failed).tolist() == [8]
     assert len(rig.drive.reads) == 4 + 6
-    rig.close()
-
-
-@pytest.mark.parametrize("shard", [0, 1, 2])
-def test_a_shard_that_cannot_be_read(tmp_path: Path, shard: int) -> None:
-    rig = ReadRig(tmp_path / "one")
-    of = family(shards=3)
-    rig.desk.store_all(range(6), of)
-    rig.drive.fate = bad_page(rig.page(2, shard), lambda _: -errno.EIO)
-    done = rig.desk.load(range(6), of)
-    assert done.rows(Failed).tolist() == [2]
-    assert done.rows(Done).tolist() == [0, 1, 3, 4, 5]
-    assert rig.tier.counts["read_errors"] == 1
-    assert rig.tier.counts["loaded_blocks"] == 5
-    assert rig.present(range(6), of) == [True, True, False, True, True, True]
     rig.close()
 
 
@@ -332,25 +221,6 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 4]))
-
-
-@each_interface
-@pytest.mark.parametrize("bad", [0, 3, 7], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("at", [0, LENGTH - 1], ids=["first byte", "last byte"])
-def test_a_flipped_bit_costs_its_block_alone(rig: ReadRig, bad: int, at: int) -> None:
-    path, page = rig.payload(bad)
-    flip(path, page * PAGE + at)
-    done = rig.desk.load(range(8))
-    assert [(o, rows.tolist()) for o, rows in done.parts if o != Done()] == [
-        (Corrupt("tier"), [bad])
-    ]
-    assert len(done.rows(Done)) == 7
-    assert len(rig.drive.reads) == 1
-    assert rig.tier.counts["corrupt_blocks"] == 1
-    assert rig.tier.counts["read_errors"] == 0
-    assert rig.tier.counts["loaded_blocks"] == 7
-    assert rig.tier.counts["loaded_bytes"] == 7 * LENGTH
-    assert rig.present(range(8)) == [number != bad for number in range(8)]
 
 
 def test_a_flipped_bit_between_payloads_is_nobodys(rig: ReadRig) -> None:

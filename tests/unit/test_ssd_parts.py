@@ -15,8 +15,6 @@ from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, Done, Failed, LoadBatch, Throttled
 from kvhearth_server.tiers.ssd.directory import DirectoryHealth
-from kvhearth_server.tiers.ssd.disk.executor import Job, ReadRate
-from kvhearth_server.tiers.ssd.disk.queues import Op
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, KeyMap, SsdIndex
 from kvhearth_server.tiers.ssd.settings import (
     MIB,
@@ -88,26 +86,6 @@ def test_one_key_twice_in_a_call_is_the_later_one() -> None:
     assert index.live_bytes == 200
 
 
-def test_keys_are_spread_over_many_dicts_so_that_none_grows_for_long() -> None:
-    found = KeyMap()
-    keys = keys_of(range(20_000))
-    assert found.add(keys, range(20_000))
-    sizes = [len(part) for part in found._parts]
-    assert sum(sizes) == len(found) == 20_000
-    assert max(sizes) < 0.01 * sum(sizes)
-    assert dict(found.items()) == dict(zip(keys, range(20_000), strict=True))
-    assert found.pop(keys[7]) == 7
-    assert found.pop(keys[7]) == -1
-    assert found.find([keys[7], keys[8]]).tolist() == [-1, 8]
-    assert not found.add([b"another", keys[9]], range(2))
-    assert found.add([keys[7], b"another"], range(2))
-    assert found.find([b"another", keys[9]]).tolist() == [1, 9]
-    assert not found.add([b"third", b"fourth", b"third"], range(3))
-    assert found.find([b"third", b"fourth"]).tolist() == [-1, -1]
-    found.put([b"third", b"fourth", b"third"], range(3))
-    assert found.find([b"third", b"fourth"]).tolist() == [2, 1]
-
-
 def test_dicts_do_not_grow_at_the_same_time() -> None:
     """Thirty-two dicts of one size all grew within a few calls, each growth stalling its call."""
     found, keys = KeyMap(), keys_of(range(400_000))
@@ -163,13 +141,6 @@ def test_the_budget_is_kept_over_a_day() -> None:
     assert WriteBudget(0, 0.0).take(1 << 60, 7, 0.0) == 7
 
 
-def test_a_block_larger_than_the_bucket_is_waited_for() -> None:
-    budget = WriteBudget(24_000, 0.0)
-    assert budget.take(5_000, 2, 0.0) == 1
-    assert not budget.take(1, 1, 3600.0)
-    assert budget.take(1, 1, 3600.0 + budget.wait_s(3600.0))
-
-
 def test_what_cannot_be_refused_is_paid_by_what_can() -> None:
     budget = WriteBudget(24_000, 0.0)
     assert budget.has(100, 0.0)
@@ -222,24 +193,6 @@ def test_pauses_after_failed_writes_grow_and_end() -> None:
     assert health.findings(now) == [("io", "d: writes: its device reports I/O errors")]
     health.write_done()
     assert health.findings(now) == []
-
-
-def test_the_estimate_is_of_the_drive_and_not_of_how_much_is_asked_for() -> None:
-    rate = ReadRate()
-    for number in range(200):  # one block of 64 KiB each tenth of a second, read in half a ms
-        job = Job(Op.READ, -1, 0, (), 64 << 10, (), lambda _: None)
-        job.begun_at = 0.1 * number
-        job.ended_at = job.begun_at + 0.0005
-        rate.note([job], job.ended_at)
-    assert 100e6 < rate.bytes_per_s < 200e6
-    assert rate.estimate_s(64_000 << 10, 0) < 1
-    before = rate.bytes_per_s
-    for number in range(200):  # many at once: 32 in the kernel, one ends each tenth of a ms
-        job = Job(Op.READ, -1, 0, (), 64 << 10, (), lambda _: None)
-        job.ended_at = 100 + 0.0001 * number
-        job.begun_at = job.ended_at - 0.0032
-        rate.note([job], job.ended_at)
-    assert rate.bytes_per_s > 4 * before
 
 
 def test_throttling_by_rate_and_by_batches() -> None:

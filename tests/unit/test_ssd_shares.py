@@ -169,11 +169,6 @@ def test_a_tenant_leaves_the_others_reserve() -> None:
     assert budget.left(now) == 0
 
 
-def test_one_tenant_alone_spends_everything() -> None:
-    budget = filled({"a": 0.0})
-    assert budget.take(10, 1000, DAY_S, "a") == 100
-
-
 def test_a_reserve_fills_again_beside_a_flood() -> None:
     budget = filled({"a": 0.25, "b": 0.25})
     taken, now = {"a": 0, "b": 0}, DAY_S

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
-
 import numpy as np
-from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of, settings
+from support.tiers import NAMESPACE, family, key_of, keys_of
 
-from kvhearth_server.tiers.base import BlockSpec, Done, LoadBatch
+from kvhearth_server.tiers.base import BlockSpec
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, SsdIndex
-from kvhearth_server.tiers.ssd.tier import SsdTier
 
 
 def whole_round(index: SsdIndex, count: int) -> list[tuple[BlockSpec, bytes]]:
@@ -31,27 +27,6 @@ def bind(index: SsdIndex, segment: int, numbers: list[int], of: BlockSpec) -> No
     index.bind(of.namespace, of.group, keys_of(numbers), segment, rows)
 
 
-def test_a_round_comes_to_everything_once_and_in_place() -> None:
-    index = SsdIndex()
-    families = [family(), family(group=1, shards=3), family(epoch=2), family(namespace=bytes(32))]
-    at = {of: segment * 100 for segment, of in enumerate(families)}
-    wanted: set[tuple[BlockSpec, bytes]] = set()
-    for segment in (3, 1, 2):
-        for of in families:
-            numbers = list(range(at[of], at[of] + 7 * segment))
-            at[of] += 7 * segment
-            bind(index, segment, numbers, of)
-            wanted |= {(of, key) for key in keys_of(numbers)}
-    for count in (1, 5, 64, 10_000):
-        found = whole_round(index, count)
-        assert len(found) == len(wanted)
-        assert set(found) == wanted
-    entries = [
-        int(index.find(of.namespace, of.group, [key])[0]) for of, key in whole_round(index, 1)
-    ]
-    assert entries == sorted(entries)
-
-
 def test_an_empty_tier_is_gone_through_at_once() -> None:
     assert SsdIndex().walk(0, 10) == (0, [])
 
@@ -65,46 +40,6 @@ def test_dead_rows_are_passed_over_a_bounded_number_at_a_time() -> None:
     assert cursor
     assert not found
     assert index.walk(cursor, 10) == (0, [(family(), [key_of(39_999)])])
-
-
-def test_what_stays_comes_in_a_round_whatever_comes_and_goes() -> None:
-    seed = random.Random(7)
-    index = SsdIndex()
-    for segment in range(1, 11):
-        bind(index, segment, list(range(segment * 100, segment * 100 + 100)), family())
-    stays = {key_of(number) for number in range(100, 1100, 3)}
-    cursor, found, fresh = 0, set[bytes](), 5000
-    for _ in range(1000):
-        cursor, step = index.walk(cursor, 7)
-        found |= {key for _, keys in step for key in keys}
-        if not cursor:
-            break
-        gone = [key_of(seed.randrange(100, 1100)) for _ in range(5)]
-        index.unbind(NAMESPACE, 0, [key for key in gone if key not in stays])
-        bind(index, seed.randrange(1, 14), [fresh], family())
-        fresh += 1
-    assert not cursor
-    assert found >= stays
-
-
-def test_all_that_a_walk_names_can_be_loaded(tmp_path: Path) -> None:
-    arena = Arena()
-    desk = Desk(SsdTier(settings(tmp_path / "one"), [arena.bytes]), arena)
-    desk.settle()
-    two = family(group=1, shards=2)
-    desk.store_all(range(60))
-    desk.store_all(range(20), two)
-    cursor, loaded = 0, 0
-    while True:
-        cursor, step = desk.tier.walk(cursor, 16)
-        for of, keys in step:
-            places = arena.places(arena.slots, len(keys), of.shards)
-            done = desk.wait(desk.tier.submit_load(LoadBatch(of, keys, places)))
-            loaded += len(done.rows(Done))
-        if not cursor:
-            break
-    assert loaded == 80
-    desk.tier.close()
 
 
 def test_a_namespace_is_forgotten_in_portions_and_no_other() -> None:

@@ -336,27 +336,7 @@ def test_an_unfinished_copy_holds_up_the_next_session(
     until(lambda: client.counters()["attaches"] > attaches)
 
 
-def test_sums_are_the_daemons_where_the_copier_takes_none(
-    client: KVClient, session_manager: SessionManager
-) -> None:
-    torch = pytest.importorskip("torch")
-    cache = cache_of(client, copiers=lambda kv, arena: CudaCopier(kv, arena, device=FakeDevice()))
-    done = begin_store(cache, 0, 4, torch.ones((4, PAGE_BYTES), dtype=torch.uint8)).result(DONE_S)
-    assert done.stored == 4
-    assert session_manager.commits[0].groups[0].checksums == b""
-
-
 # -- loads -------------------------------------------------------------------------------------
-
-
-def test_a_caller_may_give_up_at_its_own_deadline(client: KVClient, daemon: FakeDaemon) -> None:
-    cache = cache_of(client)
-    daemon.slow_next("Lookup", 0.2)
-    future = begin_load(cache, 0, 1)
-    with pytest.raises(TimeoutError):
-        future.result(0.05)
-    assert future.cancel()
-    assert begin_load(cache, 0, 1).result(DONE_S).reason == ""
 
 
 def test_loads_are_bounded(client: KVClient, daemon: FakeDaemon) -> None:

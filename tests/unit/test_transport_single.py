@@ -176,7 +176,7 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setblocking(False)
-        settle = engine.settle
+        run_deferred = engine.run_deferred
 
         def settled() -> None:
             try:
@@ -184,7 +184,7 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
             except BlockingIOError:
                 seen.append("not answered")
             seen.append(f"woken: {engine.work.is_set()}")
-            settle()
+            run_deferred()
             seen.append(f"woken: {engine.work.is_set()}")
 
         slot, generation = desk.reserve(0, 1)
@@ -195,7 +195,7 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
         ours.send(frames.encode(frames.OPEN, 0, desk.session.token.encode(), 1 << 20))
         await asyncio.sleep(0.01)
         ours.recv(1 << 16)
-        engine.settle = settled  # type: ignore[method-assign]
+        engine.run_deferred = settled  # type: ignore[method-assign]
         number = frames.METHODS["Commit"]
         ours.send(frames.encode(number, 7, commit.SerializeToString(), 1 << 20))
         await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -195,5 +196,31 @@ def test_a_bug_of_one_session_does_not_stop_the_ring() -> None:
         assert len(seen) == 3
         assert not turn.queued
         assert not other.queued
+
+    run(work)
+
+
+def test_events_come_between_two_turns() -> None:
+    """Who comes in during a turn is served before the next turn."""
+
+    async def work(turns: Turns) -> None:
+        loop, order = asyncio.get_running_loop(), list[str]()
+        ours, theirs = socket.socketpair()
+
+        def served() -> None:
+            order.append("event")
+            theirs.recv(1)
+
+        def take() -> None:
+            order.append("turn")
+            ours.send(b"x")
+
+        with ours, theirs:
+            loop.add_reader(theirs, served)
+            for name in "abcd":
+                turns.wait(Turn(name), take)
+            await cycles(20)
+            loop.remove_reader(theirs)
+        assert order == ["turn", "event"] * 4
 
     run(work)

@@ -20,17 +20,31 @@ from kvhearth.connectors.vllm.adapter import (
     VllmPages,
     VllmSettings,
     _page_runs,
+    check_codec,
     make_scheduler,
     make_worker,
     step_of,
 )
 from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.copiers import kernels
 from kvhearth.errors import KVHearthError
 from kvhearth.page_layout import PagedKV, Shape
 
 NOWHERE = VllmSettings("kvhearth+unix:///nowhere/kvhearth")
 CONTRACT = Contract("m", "r", "uint8", (GroupSpec(GroupKind.FULL, 16, 1024),))
 OFFER = Handshake(CONTRACT.to_json(), 1, (0,))
+
+
+def test_a_codec_is_refused_for_pages_that_cannot_be_encoded_here() -> None:
+    plain = Contract("m", "r", "bfloat16", (GroupSpec(GroupKind.FULL, 16, 1024),))
+    on_gpu: Any = SimpleNamespace(device="cuda:1")
+    check_codec(plain, [on_gpu])
+    check_codec(plain.with_codec("int4"), [PagedKV([np.zeros((1, 512), np.uint16)])])
+    if kernels.available() is None:
+        check_codec(plain.with_codec("fp8"), [on_gpu])
+        return
+    with pytest.raises(KVHearthError, match="codec fp8 for pages on cuda:1: no "):
+        check_codec(plain.with_codec("fp8"), [on_gpu])
 
 
 class Pool:
@@ -109,15 +123,19 @@ def test_references_to_blocks() -> None:
 
 
 def test_steps() -> None:
-    tables = SimpleNamespace(get_block_ids={"a": ([1, 2],)}.get, boundary_state_offloads={"a": []})
+    tables = SimpleNamespace(boundary_state_offloads={"a": []})
+    blocks = SimpleNamespace(blocks=([SimpleNamespace(block_id=1), SimpleNamespace(block_id=2)],))
+    manager = SimpleNamespace(get_blocks={"a": blocks}.__getitem__)
     output = SimpleNamespace(
         total_num_scheduled_tokens=7, num_scheduled_tokens={"a": 7}, kv_connector_block_state=tables
     )
-    step = step_of(output)
+    step = step_of(output, manager)
     assert (step.tokens, step.scheduled, step.states) == (7, {"a": 7}, {"a": []})
-    assert step.find_table("a") == ([1, 2],)
+    (table,) = step.find_table("a")
+    assert (list(table), len(table), table[1], list(table[1:])) == ([1, 2], 2, 2, [2])
     output.kv_connector_block_state = None
-    assert (step_of(output).tokens, step_of(output).scheduled) == (7, Step().scheduled)
+    step = step_of(output, manager)
+    assert (step.tokens, step.scheduled) == (7, Step().scheduled)
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])

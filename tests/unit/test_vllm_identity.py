@@ -90,6 +90,21 @@ def test_equal_configurations_are_one_contract() -> None:
     assert first.groups[0].token_bytes == 512
 
 
+@pytest.mark.parametrize("codec", ["fp8", "int4"])
+def test_a_codec_is_another_contract_of_smaller_blocks(codec: str) -> None:
+    plain, _ = contract(config())
+    made, _ = contract(config(), codec=codec)
+    assert made == plain.with_codec(codec) != plain
+    assert made.groups[0].engine_bytes == plain.groups[0].page_bytes > made.groups[0].page_bytes
+
+
+@pytest.mark.parametrize("dtype", ["torch.float8_e4m3fn", "torch.uint8", "torch.int8"])
+def test_a_codec_is_refused_for_kv_that_is_quantised_already(dtype: str) -> None:
+    group = dataclasses.replace(GROUP, dtype=dtype)
+    with pytest.raises(KVHearthError, match="codec fp8 needs KV of float32, bfloat16, float16"):
+        contract(config(), group, codec="fp8")
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "model": lambda c: setattr(c.model_config, "model", "org/other"),
     "revision": lambda c: setattr(c.model_config, "revision", COMMIT[::-1]),

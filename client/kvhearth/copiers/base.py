@@ -147,7 +147,13 @@ class Copier(Protocol):
     """
 
     def store(
-        self, boot_id: str, pages: I64, extents: Records, *, wait_s: float = 0.0
+        self,
+        boot_id: str,
+        pages: I64,
+        extents: Records,
+        *,
+        wait_s: float = 0.0,
+        after: object = None,
     ) -> Ticket | None:
         """Queue copies of ``pages[i]`` into ``extents[i]``.
 
@@ -156,6 +162,8 @@ class Copier(Protocol):
             pages: engine pages, integers of shape (n,).
             extents: ``EXTENT_DTYPE``, shape (n,).
             wait_s: how long to wait for room in the queue.
+            after: mark of a ``CopyOrder``: on a GPU the copies begin after the work before it. None
+                for the work on the calling thread's current stream so far.
 
         Returns:
             The ticket, or None if the queue stayed full (throttled: nothing was queued, skip the
@@ -166,7 +174,13 @@ class Copier(Protocol):
         """
 
     def load(
-        self, boot_id: str, extents: Records, pages: I64, *, wait_s: float = 0.0
+        self,
+        boot_id: str,
+        extents: Records,
+        pages: I64,
+        *,
+        wait_s: float = 0.0,
+        after: object = None,
     ) -> Ticket | None:
         """Queue copies of ``extents[i]`` into ``pages[i]``; otherwise like ``store``."""
 

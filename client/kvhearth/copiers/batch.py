@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,10 +17,22 @@ from kvhearth.model import (
     FLAG_VERIFY,
     I64,
     U8,
+    U32,
     Bools,
     Records,
 )
-from kvhearth.page_layout import PagedKV
+
+
+class Sizes(Protocol):
+    """Pages to choose from, and bytes of a block in the arena: of ``PagedKV`` without a codec."""
+
+    @property
+    def page_count(self) -> int:
+        """Number of engine pages."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block in the arena."""
 
 
 class Run(NamedTuple):
@@ -73,6 +85,13 @@ class Runs:
                 offsets[index],
                 pages[index],
             )
+
+
+class EncodedSizes(NamedTuple):
+    """``Sizes`` of pages whose blocks a codec encodes."""
+
+    page_count: int
+    page_bytes: int
 
 
 class HeldArena:
@@ -131,14 +150,14 @@ class Batch:
     """State of a batch: the blocks that are still ok, and why the others are not.
 
     Args:
-        kv: the registered pages.
+        kv: sizes of the registered pages.
         arena: arena of the boot that the copier serves, held.
         boot_id: boot that the extents came from.
         pages, extents: as returned by ``as_arrays``.
     """
 
     def __init__(
-        self, kv: PagedKV, arena: HeldArena, boot_id: str, pages: I64, extents: Records
+        self, kv: Sizes, arena: HeldArena, boot_id: str, pages: I64, extents: Records
     ) -> None:
         self.pages = pages
         self.extents = extents
@@ -176,7 +195,7 @@ class Batch:
         """Mark all blocks as failed."""
         self.fail(np.ones(len(self), np.bool_), why)
 
-    def check_generations(self, positions: list[int] | None = None) -> None:
+    def check_generations(self, positions: list[int] | I64 | None = None) -> None:
         """Fail the blocks (all, or those at ``positions``) whose slots have left use."""
         at = np.flatnonzero(self.ok) if positions is None else np.asarray(positions, np.intp)
         # No fence is needed between a copy and this read: both are calls that take the
@@ -186,6 +205,12 @@ class Batch:
             failed = np.zeros(len(self), np.bool_)
             failed[at[moved]] = True
             self.fail(failed, BlockFailure.STALE_GENERATION)
+
+    def live(self, positions: I64) -> tuple[U32, I64, U32]:
+        """Return the live generations of all slots, the slots at ``positions``, and what their
+        generations must be, for a copier that compares them itself.
+        """
+        return self._arena.generations, self._slots[positions], self._wanted[positions]
 
     def judge(self) -> None:
         """Fail blocks after the last copy if the daemon died or their slots left use meanwhile.
@@ -224,52 +249,27 @@ class Batch:
             for index, position in enumerate(positions.tolist())
         }
 
-    def positions(self) -> list[int]:
-        """Return the positions of the blocks that are ok."""
-        return np.flatnonzero(self.ok).tolist()
-
-    def runs(
-        self,
-        blocks_max: int,
-        *,
-        positions: list[int] | None = None,
-        follow_pages: bool = True,
-        dense: bool = False,
-        piece_bytes: int = 0,
-    ) -> Runs:
-        """Cut blocks into runs, in the batch's order.
-
-        Args:
-            blocks_max: most blocks in one run.
-            positions: the blocks; None for all that are ok.
-            follow_pages: the pages of a run must follow each other, too.
-            dense: allow no gaps between the slots of a run.
-            piece_bytes: no run crosses a multiple of this offset; 0 for no such bound.
-        """
-        chosen = np.flatnonzero(self.ok) if positions is None else np.asarray(positions, np.intp)
-        every = positions is None and len(chosen) == len(self)
+    def runs(self, blocks_max: int) -> Runs:
+        """Cut the blocks that are ok into runs of at most ``blocks_max``, in the batch's order."""
+        chosen = np.flatnonzero(self.ok)
         records, pages = self.extents, self.pages
+        every = len(chosen) == len(self)
         offsets = (records["offset"] if every else records["offset"][chosen]).astype(np.int64)
         segments = (records["segment"] if every else records["segment"][chosen]).astype(np.int64)
         pages = pages if every else pages[chosen]
-        joined = np.diff(segments) == 0
-        if follow_pages:
-            joined &= np.diff(pages) == 1
-        if piece_bytes:
-            ends = offsets + self._page_bytes - 1
-            joined &= offsets[:-1] // piece_bytes == ends[1:] // piece_bytes
-        step_bytes = self._join(joined, np.diff(offsets), dense)
+        joined = (np.diff(segments) == 0) & (np.diff(pages) == 1)
+        step_bytes = self._join(joined, np.diff(offsets))
         bounds = _bounds(joined, len(chosen), blocks_max)
         first = bounds[:-1]
         return Runs(chosen, bounds, step_bytes, (segments[first], offsets[first], pages[first]))
 
-    def _join(self, joined: Bools, steps: I64, dense: bool) -> int:
+    def _join(self, joined: Bools, steps: I64) -> int:
         """Clear in ``joined`` all pairs of blocks except those at one distance, which is returned.
 
         One distance per batch suffices: slots of one group are cut from slabs of one slot size,
         which may be a little larger than the page.
         """
-        joined &= (steps == self._page_bytes) if dense else (steps >= self._page_bytes)
+        joined &= steps >= self._page_bytes
         if not joined.any():
             return self._page_bytes
         step_bytes = int(steps[joined].min())
@@ -313,7 +313,7 @@ class SingleBlock:
     """State of a batch of one block: whether it is still ok, and why not.
 
     Args:
-        kv: the registered pages.
+        kv: sizes of the registered pages.
         arena: arena of the boot that the copier serves, held.
         boot_id: boot that the extent came from.
         page: page of the block.
@@ -324,9 +324,7 @@ class SingleBlock:
         page, segment, offset: location of the block.
     """
 
-    def __init__(
-        self, kv: PagedKV, arena: HeldArena, boot_id: str, page: int, record: bytes
-    ) -> None:
+    def __init__(self, kv: Sizes, arena: HeldArena, boot_id: str, page: int, record: bytes) -> None:
         slot, segment, flags, offset, length, generation, checksum = EXTENT_RECORD.unpack(record)
         self.page = page
         self.segment: int = segment
@@ -374,6 +372,6 @@ class SingleBlock:
         sums: U8 | None = None
         if checksum is not None:
             data = checksum if ok else bytes(CHECKSUM_BYTES)
-            sums = np.frombuffer(bytearray(data), np.uint8).reshape(1, CHECKSUM_BYTES)
+            sums = np.ndarray((1, CHECKSUM_BYTES), np.uint8, bytearray(data))
         reasons = {} if self.failure is None else {self.failure: 1}
         return Done(ticket, np.array([ok]), sums, self._page_bytes if ok else 0, seconds, reasons)

@@ -1,237 +1,258 @@
-"""Interfaces to CUDA: runtime calls that torch does not offer, one GPU's streams, registration.
+"""One GPU's streams and events for the copies, and the arena's registration with CUDA.
 
 Only registered (page-locked) memory is copied asynchronously and at the bus's speed. Registering
 takes seconds per 100 GiB, so it begins when the arena is mapped, in pieces and in the background,
-and overlaps the engine's start. Until then copies work, but block their caller.
+and overlaps the engine's start. Until then copies work, but block the copier's thread.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import importlib
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
-from typing import Any, Protocol
 
 from kvhearth.copiers.base import ArenaView, CopyKind
+from kvhearth.copiers.cudart import NOT_READY, CudaRuntime, beside_captures, checked, table_of
+from kvhearth.copiers.cudart import Cudart as Cudart  # noqa: PLC0414 - exported here
+from kvhearth.copiers.descriptors import Copies, Recoding
+from kvhearth.copiers.methods import CopyMethod, Rates
 from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
 from kvhearth.worker_thread import SupervisedThread
 
-RELAXED = 2
-"""``cudaStreamCaptureModeRelaxed``. In any other mode a call such as ``cudaHostRegister`` or
-``cudaEventQuery`` fails while another thread captures a graph, and invalidates that graph.
+
+class Event:
+    """A recorded event; its handle is used again once nobody holds it."""
+
+    def __init__(self, handle: int, spare: deque[int]) -> None:
+        self.handle = handle
+        self._spare = spare
+
+    def __del__(self) -> None:
+        self._spare.append(self.handle)
+
+
+PORTION_BYTES = 32 << 20
+"""Most bytes of one submission to a stream."""
+WINDOW_BYTES = 64 << 20
+"""Most bytes under way in one direction: bounds what an engine's own copy waits for."""
+
+BRIEF_COPIES_MAX = 256
+"""Calls of a loop that keep the interpreter's lock. More could fill the driver's queue, where a
+call blocks, and the engine's thread with it.
 """
-_REGISTER_PORTABLE = 1
-"""``cudaHostRegisterPortable``: page-locked for every context of the process."""
 
 
-class CudaRuntime(Protocol):
-    """The CUDA runtime as seen by one of our threads. Codes are ``cudaError_t``, 0 is success."""
+class CopyDevice:
+    """The streams of one GPU on which copies run, one for each direction. Thread-safe.
 
-    def set_device(self, index: int) -> int:
-        """Select the calling thread's GPU.
+    Every method that makes CUDA calls, except ``mark``, is called inside ``entered`` of the same
+    thread, which is one of ours: it keeps this GPU selected.
 
-        Each thread starts on device 0, where its first call would create a context that costs
-        hundreds of megabytes.
+    Args:
+        index: number of the GPU.
+        runtime: interface to CUDA; None for the real one.
+        portion_bytes: most bytes of one submission.
+        window_bytes: most bytes under way in one direction, of all copiers.
+
+    Attributes:
+        rates: measured rates of the methods; None while they are unknown.
+
+    Raises:
+        KVHearthError: ``copy_failed`` if torch has no CUDA.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        runtime: CudaRuntime | None = None,
+        *,
+        portion_bytes: int = PORTION_BYTES,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.index = index
+        self.runtime: CudaRuntime = Cudart() if runtime is None else runtime
+        self.portion_bytes = portion_bytes
+        self.rates: Rates | None = None
+        self._window_bytes = window_bytes
+        self._under_way = dict.fromkeys(CopyKind, 0)
+        self._waiting: dict[CopyKind, deque[object]] = {kind: deque() for kind in CopyKind}
+        self._streams: dict[CopyKind, int] = {}
+        self._spare: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def problems(self) -> dict[CopyMethod, str]:
+        """Reason why each method cannot be used, or empty."""
+        return {
+            CopyMethod.LOOP: "",
+            CopyMethod.BATCH: self.runtime.batch_problem(),
+            CopyMethod.KERNEL: self.runtime.kernel_problem(),
+        }
+
+    def reserve(self, kind: CopyKind, size_bytes: int, owner: object) -> bool:
+        """Return whether a submission may begin now; then ``release`` must be called at its end.
+
+        A submission larger than the window is alone under way. Owners take turns: one that was
+        refused is next, and must ask again or ``withdraw``.
         """
+        with self._lock:
+            waiting, under_way = self._waiting[kind], self._under_way[kind]
+            full = under_way and under_way + size_bytes > self._window_bytes
+            if full or (waiting and waiting[0] is not owner):
+                if owner not in waiting:
+                    waiting.append(owner)
+                return False
+            if waiting:
+                waiting.popleft()
+            self._under_way[kind] = under_way + size_bytes
+            return True
 
-    def exchange_capture_mode(self, mode: int) -> tuple[int, int]:
-        """Set the calling thread's capture mode; return the code and the previous mode."""
+    def withdraw(self, kind: CopyKind, owner: object) -> None:
+        """Give up an owner's place among those that wait."""
+        with self._lock:
+            if owner in self._waiting[kind]:
+                self._waiting[kind].remove(owner)
 
-    def host_register(self, address: int, size_bytes: int) -> int:
-        """Page-lock ``size_bytes`` from ``address``; both are multiples of the page size."""
+    def release(self, kind: CopyKind, size_bytes: int) -> None:
+        """Undo ``reserve``."""
+        with self._lock:
+            self._under_way[kind] -= size_bytes
 
-    def host_unregister(self, address: int) -> int:
-        """Undo ``host_register`` of the piece that began at ``address``."""
+    def mark(self) -> object:
+        """Return a mark after all work on the calling thread's current stream; any thread may.
 
-    def last_error(self) -> int:
-        """Return *and clear* the calling thread's last error.
-
-        An error that is not cleared is reported by the thread's next kernel launch, as if it were
-        the launch's own.
+        Raises:
+            RuntimeError: the CUDA context is broken.
         """
+        return self.runtime.mark(self.index)
 
-
-class Cudart:
-    """``CudaRuntime`` implemented with the library that torch has loaded.
-
-    Raises:
-        KVHearthError: ``copy_failed`` if torch has no CUDA or its runtime cannot be found.
-    """
-
-    def __init__(self) -> None:
-        torch: Any = importlib.import_module("torch")
-        version = torch.version.cuda
-        if version is None:
-            raise KVHearthError(
-                Reason.COPY_FAILED, "this torch has no CUDA: install a build that has"
-            )
-        name = f"libcudart.so.{version.split('.')[0]}"
-        try:
-            self._slow = ctypes.CDLL(name)
-            # PyDLL keeps the interpreter's lock, which another thread could otherwise hold for 5
-            # ms.
-            self._quick = ctypes.PyDLL(name)
-        except OSError as error:
-            raise KVHearthError(Reason.COPY_FAILED, f"cannot load {name}: {error}") from None
-        self._slow.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-        self._slow.cudaHostUnregister.argtypes = [ctypes.c_void_p]
-
-    def set_device(self, index: int) -> int:
-        """See ``CudaRuntime.set_device``."""
-        return int(self._slow.cudaSetDevice(index))
-
-    def exchange_capture_mode(self, mode: int) -> tuple[int, int]:
-        """See ``CudaRuntime.exchange_capture_mode``."""
-        value = ctypes.c_int(mode)
-        code = int(self._quick.cudaThreadExchangeStreamCaptureMode(ctypes.byref(value)))
-        return code, value.value
-
-    def host_register(self, address: int, size_bytes: int) -> int:
-        """See ``CudaRuntime.host_register``."""
-        return int(self._slow.cudaHostRegister(address, size_bytes, _REGISTER_PORTABLE))
-
-    def host_unregister(self, address: int) -> int:
-        """See ``CudaRuntime.host_unregister``."""
-        return int(self._slow.cudaHostUnregister(address))
-
-    def last_error(self) -> int:
-        """See ``CudaRuntime.last_error``."""
-        return int(self._quick.cudaGetLastError())
-
-
-def checked(runtime: CudaRuntime, call: str, code: int) -> None:
-    """Raise if ``code`` is not success, after clearing the thread's last error.
-
-    Raises:
-        RuntimeError: names the call and the code.
-    """
-    if code:
-        runtime.last_error()
-        raise RuntimeError(f"{call} returned {code}")
-
-
-@contextmanager
-def beside_captures(runtime: CudaRuntime) -> Iterator[None]:
-    """Let the thread's calls succeed while another thread captures a graph.
-
-    Raises:
-        RuntimeError: the thread's capture mode cannot be set, or not be restored.
-    """
-    call = "cudaThreadExchangeStreamCaptureMode"
-    code, before = runtime.exchange_capture_mode(RELAXED)
-    checked(runtime, call, code)
-    try:
-        yield
-    finally:
-        code, _ = runtime.exchange_capture_mode(before)
-        checked(runtime, call, code)
-
-
-class CopyDevice(Protocol):
-    """Interface to one GPU's streams and events; the rest of the copier is plain torch.
-
-    Every method except ``entered`` is called inside ``entered`` of the same thread.
-    """
-
-    def entered(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
         """Select this GPU for the calling thread, and let its calls succeed during a graph capture.
 
         Raises:
             RuntimeError: the CUDA context is broken.
         """
+        checked(self.runtime, "cudaSetDevice", self.runtime.set_device(self.index))
+        with beside_captures(self.runtime):
+            yield
 
-    def issuing(self, kind: CopyKind) -> AbstractContextManager[None]:
-        """Make the stream of ``kind`` current, ordered after all work of the caller's stream."""
+    def wait(self, kind: CopyKind, mark: object) -> None:
+        """Let later copies of ``kind`` begin only after the mark.
 
-    def record(self, kind: CopyKind) -> object:
-        """Return an event after all work on the stream of ``kind``.
+        Loads wait, too: the page's previous owner, or its zeroing, may still run on the engine's
+        stream.
+
+        Raises:
+            RuntimeError: the call was refused.
+        """
+        code = self.runtime.wait(self._stream(kind), mark)
+        checked(self.runtime, "cudaStreamWaitEvent", code)
+
+    def submit(self, kind: CopyKind, method: CopyMethod, copies: Copies, registered: bool) -> None:
+        """Issue copies, which run in any order.
+
+        Args:
+            registered: whether all host memory is registered; else only ``LOOP`` may be used, and
+                this blocks until the copies have ended.
+
+        Raises:
+            RuntimeError: some were refused; others may be under way.
+        """
+        stream, sources, targets, sizes = self._stream(kind), *copies
+        if method is CopyMethod.KERNEL:
+            self.runtime.move(table_of(targets, sources, sizes), stream, self.index)
+        elif method is CopyMethod.BATCH:
+            code = self.runtime.copy_batch(targets, sources, sizes, stream)
+            checked(self.runtime, f"cuMemcpyBatchAsync of {len(sizes)} copies", code)
+        else:
+            copy = self.runtime.copy
+            columns = zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+            for number, (target, source, size_bytes) in enumerate(columns):
+                brief = registered and number < BRIEF_COPIES_MAX
+                code = copy(target, source, size_bytes, stream, brief)
+                checked(self.runtime, f"cudaMemcpyAsync of {size_bytes} bytes", code)
+
+    def recode(self, kind: CopyKind, recoding: Recoding) -> None:
+        """Issue the kernel of encoded blocks.
+
+        Raises:
+            RuntimeError: it was refused.
+        """
+        self.runtime.recode(kind, recoding, self._stream(kind), self.index)
+
+    def record(self, kind: CopyKind) -> Event:
+        """Return an event after all copies of ``kind`` so far.
 
         Raises:
             RuntimeError: the CUDA context is broken; nothing is copied any more.
         """
+        try:
+            handle = self._spare.pop()
+        except IndexError:
+            code, handle = self.runtime.create_event()
+            checked(self.runtime, "cudaEventCreateWithFlags", code)
+        event = Event(handle, self._spare)
+        checked(self.runtime, "cudaEventRecord", self.runtime.record(handle, self._stream(kind)))
+        return event
 
-    def is_done(self, event: object) -> bool:
+    def is_done(self, event: Event) -> bool:
         """Return whether the event has passed; does not block.
 
         Raises:
             RuntimeError: the work before it failed.
         """
+        code = self.runtime.query(event.handle)
+        if code == NOT_READY:
+            self.runtime.last_error()
+            return False
+        checked(self.runtime, "cudaEventQuery", code)
+        return True
+
+    def _stream(self, kind: CopyKind) -> int:
+        # Made by us and not taken from torch's pool, which hands out 32 streams in rotation: ours
+        # would soon coincide with the engine's.
+        with self._lock:
+            if kind not in self._streams:
+                code, lowest, _ = self.runtime.stream_priorities()
+                checked(self.runtime, "cudaDeviceGetStreamPriorityRange", code)
+                code, stream = self.runtime.create_stream(lowest)
+                checked(self.runtime, "cudaStreamCreateWithPriority", code)
+                self._streams[kind] = stream
+            return self._streams[kind]
 
 
 @functools.cache
-def _stream(device: str, kind: CopyKind) -> Any:
-    """Return the process's stream of that GPU and kind.
-
-    All copiers share it: torch hands out 32 streams in rotation, so that new ones after each attach
-    would soon coincide with the engine's. Memory freed on this stream is reused on it.
-    """
-    # 0 is CUDA's lowest priority: copies yield to the engine's kernels.
-    return importlib.import_module("torch").cuda.Stream(device=device, priority=0)
-
-
-class TorchCuda:
-    """``CopyDevice`` implemented with torch.
-
-    Args:
-        device: such as ``"cuda:0"``.
+def device_of(index: int) -> CopyDevice:
+    """Return the process's device of that number: all copiers share its streams.
 
     Raises:
-        RuntimeError: the CUDA context is broken.
+        KVHearthError: ``copy_failed`` if torch has no CUDA.
     """
+    return CopyDevice(index)
 
-    def __init__(self, device: str) -> None:
-        self._torch: Any = importlib.import_module("torch")
-        self._device = device
-        self._runtime: CudaRuntime | None = None
-        try:
-            self._runtime = Cudart()
-        except KVHearthError as error:
-            log_event(
-                WARNING,
-                "cuda.captures_unguarded",
-                "copies may invalidate a graph capture of another thread",
-                error=error,
-            )
-        with self.entered():
-            self._streams = {kind: _stream(device, kind) for kind in CopyKind}
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """See ``CopyDevice.entered``."""
-        runtime = self._runtime
-        captures = nullcontext() if runtime is None else beside_captures(runtime)
-        with self._torch.cuda.device(self._device), captures:
-            yield
+def index_of(device: str) -> int:
+    """Return the number of a GPU such as ``"cuda:1"``."""
+    return int(device.partition(":")[2] or 0)
 
-    @contextmanager
-    def issuing(self, kind: CopyKind) -> Iterator[None]:
-        """See ``CopyDevice.issuing``."""
-        cuda, stream = self._torch.cuda, self._streams[kind]
-        # Loads wait, too: the page's previous owner, or its zeroing, may still run on the engine's
-        # stream.
-        stream.wait_stream(cuda.current_stream(self._device))
-        with cuda.stream(stream):
-            yield
 
-    def record(self, kind: CopyKind) -> object:
-        """See ``CopyDevice.record``."""
-        event = self._torch.cuda.Event()
-        event.record(self._streams[kind])
-        return event
-
-    def is_done(self, event: object) -> bool:
-        """See ``CopyDevice.is_done``."""
-        done: bool = event.query()  # type: ignore[attr-defined]
-        return done
+def numa_node(device: str) -> int:
+    """Return the NUMA node of a device such as ``"cuda:1"``; -1 for a CPU or if it is unknown."""
+    if not device.startswith("cuda"):
+        return -1
+    try:
+        return device_of(index_of(device)).runtime.numa_node(index_of(device))
+    except (KVHearthError, OSError, RuntimeError):
+        return -1
 
 
 PIECE_BYTES = 1 << 30

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Iterator
 from logging import ERROR
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvhearth import failpoints as faults
+from kvhearth.codec import Encoding
 from kvhearth.copiers.base import (
     ArenaView,
     BlockFailure,
@@ -26,9 +28,19 @@ from kvhearth.copiers.base import (
     copy_failed,
     deadline_of,
 )
-from kvhearth.copiers.batch import Batch, HeldArena, Run, SingleBlock, as_arrays, as_single
+from kvhearth.copiers.batch import (
+    Batch,
+    EncodedSizes,
+    HeldArena,
+    Run,
+    SingleBlock,
+    Sizes,
+    as_arrays,
+    as_single,
+)
 from kvhearth.counters import log_event
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records, checksum_of
+from kvhearth.native.blocks import BlockMover, address_of, block_mover
 from kvhearth.page_layout import PagedKV
 from kvhearth.worker_thread import SupervisedThread
 
@@ -38,6 +50,8 @@ PLAIN_RUN_BYTES = 64 << 20
 """Bytes copied by one call without checksums: bounds the age of its generation check."""
 
 
+PORTION_BYTES = 64 << 20
+"""Bytes moved by one call of the native module: bounds how long ``close`` waits for it."""
 LOOP_COPY_BYTES = range(8 << 10, 2 << 20)
 """Lengths of a run at which a vector loop beats ``memmove`` (see ``_move``)."""
 
@@ -62,6 +76,8 @@ class HostCopier:
         sums: compute the checksum of each stored block.
         verify: compare the checksum of each loaded block whose extent has ``FLAG_SUMMED``; those
             with ``FLAG_VERIFY`` are compared in any case.
+        encoding: codec of the blocks in the arena, whose ``source_bytes`` are the pages'; None for
+            blocks as they are in the pages.
         queue_max: most batches under way.
         threads: number of workers. More than one only helps against an engine thread that hogs the
             interpreter's lock.
@@ -77,27 +93,49 @@ class HostCopier:
         *,
         sums: bool = True,
         verify: bool = True,
+        encoding: Encoding | None = None,
         queue_max: int = 64,
         threads: int = 1,
     ) -> None:
-        self._kv = kv
+        self._kv: Sizes = kv
         self._arena = HeldArena(arena)
-        self._mover = _CopyKernel(kv, self._arena, sums, verify)
+        self._mover: _Kernel
+        if encoding is not None:
+            self._kv = EncodedSizes(kv.page_count, encoding.stored_bytes)
+            self._mover = _EncodingKernel(kv, self._arena, sums, verify, encoding)
+        elif mover := block_mover(
+            [(each.address, each.stride_bytes, each.run_bytes) for each in kv.parts]
+        ):
+            self._mover = _NativeKernel(mover, kv, self._arena, sums, verify)
+        else:
+            self._mover = _NumpyKernel(kv, self._arena, sums, verify)
         self._book = TicketBook(queue_max)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._worker = SupervisedThread(
             "kvhearth-copier", self._step, wake=lambda: self._queue.put(None), threads=threads
         )
-        self._worker.start()
+        self._started = False
 
     def store(
-        self, boot_id: str, pages: I64, extents: Records, *, wait_s: float = 0.0
+        self,
+        boot_id: str,
+        pages: I64,
+        extents: Records,
+        *,
+        wait_s: float = 0.0,
+        after: object = None,
     ) -> Ticket | None:
         """Queue a store; see ``base.Copier.store``."""
         return self._submit(CopyKind.STORE, boot_id, pages, extents, wait_s)
 
     def load(
-        self, boot_id: str, extents: Records, pages: I64, *, wait_s: float = 0.0
+        self,
+        boot_id: str,
+        extents: Records,
+        pages: I64,
+        *,
+        wait_s: float = 0.0,
+        after: object = None,
     ) -> Ticket | None:
         """Queue a load; see ``base.Copier.load``."""
         return self._submit(CopyKind.LOAD, boot_id, pages, extents, wait_s)
@@ -148,8 +186,17 @@ class HostCopier:
         pages, extents = as_arrays(pages, extents)
         ticket = self._book.open(kind, len(extents), wait_s)
         if ticket is not None:
+            self._start()
             self._queue.put(_Job(ticket, boot_id, pages, extents))
         return ticket
+
+    def _start(self) -> None:
+        """Start the threads with the first queued batch: a copier may serve its callers' alone."""
+        if not self._started:
+            with self._worker.lock:
+                if not self._started:
+                    self._worker.start()
+                    self._started = True
 
     def _now(self, kind: CopyKind, boot_id: str, pages: I64, extents: Records) -> Done:
         one = as_single(pages, extents)
@@ -204,8 +251,111 @@ class HostCopier:
         return block.done(ticket, checksum, time.perf_counter() - started)
 
 
-class _CopyKernel:
-    """Moves a batch's ok blocks in the calling thread; keeps no state of a batch.
+class _Kernel(Protocol):
+    """Moves a batch's ok blocks in the calling thread; keeps no state of a batch."""
+
+    def store(self, batch: Batch) -> U8 | None:
+        """Copy pages into slots; return the checksums, uint8 of shape (n, 16), or None if off."""
+
+    def load(self, batch: Batch) -> None:
+        """Copy slots into pages, and fail those whose checksums differ."""
+
+    def store_one(self, block: SingleBlock) -> bytes | None:
+        """Store a single block; otherwise like ``store``."""
+
+    def load_one(self, block: SingleBlock) -> None:
+        """Load a single block; otherwise like ``load``."""
+
+
+class _NativeKernel:
+    """Kernel in C: one call for a portion of a batch, which reads and writes each byte once.
+
+    Args:
+        mover: the C functions, for the lengths of the pages' parts.
+        kv, arena: the two ends of each copy.
+        sums, verify: as in ``HostCopier``.
+    """
+
+    def __init__(
+        self, mover: BlockMover, kv: PagedKV, arena: HeldArena, sums: bool, verify: bool
+    ) -> None:
+        self._mover = mover
+        self._kv = kv  # keeps the pages' memory
+        self._arena = arena
+        self._sums = sums
+        self._verify = verify
+        self._bases = {segment: address_of(view) for segment, view in arena.views.items()}
+
+    def store(self, batch: Batch) -> U8 | None:
+        """See ``_Kernel.store``."""
+        sums = np.zeros((len(batch), CHECKSUM_BYTES), np.uint8) if self._sums else None
+        for positions in self._portions(batch):
+            faults.hit("copier.store_copying")
+            digests = self._move(batch, positions, to_slots=True, sums=self._sums)
+            if sums is not None and digests is not None:
+                sums[positions] = digests
+            for _ in positions:
+                faults.hit("copier.store_block")
+        return sums
+
+    def load(self, batch: Batch) -> None:
+        """See ``_Kernel.load``. A page whose block fails has its bytes all the same."""
+        expected = batch.expected(np.full(len(batch), self._verify))
+        for positions in self._portions(batch):
+            digests = self._move(batch, positions, to_slots=False, sums=bool(expected))
+            for index, position in enumerate(positions.tolist()):
+                wanted = expected.get(position)
+                if digests is not None and wanted not in (None, digests[index].tobytes()):
+                    batch.fail_one(position, BlockFailure.CHECKSUM_MISMATCH)
+                faults.hit("copier.load_block")
+
+    def store_one(self, block: SingleBlock) -> bytes | None:
+        """See ``_Kernel.store_one``."""
+        checksum = bytes(CHECKSUM_BYTES) if self._sums else None
+        if block.failure is None:
+            faults.hit("copier.store_copying")
+            slot = self._bases[block.segment] + block.offset
+            checksum = self._mover.move_one(block.page, slot, to_slot=True, sums=self._sums)
+            faults.hit("copier.store_block")
+        return checksum
+
+    def load_one(self, block: SingleBlock) -> None:
+        """See ``_Kernel.load_one``."""
+        expected = block.expected(chosen=self._verify)
+        if block.failure is not None:
+            return
+        slot = self._bases[block.segment] + block.offset
+        if expected != self._mover.move_one(
+            block.page, slot, to_slot=False, sums=expected is not None
+        ):
+            block.failure = BlockFailure.CHECKSUM_MISMATCH
+        faults.hit("copier.load_block")
+
+    def _portions(self, batch: Batch) -> Iterator[I64]:
+        """Yield positions of ok blocks, as many as one call moves."""
+        step = max(1, PORTION_BYTES // self._kv.page_bytes)
+        positions = np.flatnonzero(batch.ok)
+        for start in range(0, len(positions), step):
+            yield positions[start : start + step]
+
+    def _move(self, batch: Batch, positions: I64, *, to_slots: bool, sums: bool) -> U8 | None:
+        """Move blocks whose slots are still in use; each is checked right before its copy."""
+        extents = batch.extents[positions]
+        slots = extents["offset"].astype(np.int64)
+        for segment, base in self._bases.items():
+            slots[extents["segment"] == segment] += base
+        moved, digests = self._mover.move(
+            batch.pages[positions], slots, to_slots=to_slots, sums=sums, live=batch.live(positions)
+        )
+        if not moved.all():
+            failed = np.zeros(len(batch), np.bool_)
+            failed[positions[~moved]] = True
+            batch.fail(failed, BlockFailure.STALE_GENERATION)
+        return digests
+
+
+class _NumpyKernel:
+    """Kernel in numpy, for machines without the native module, and its oracle.
 
     Args:
         kv, arena: the two ends of each copy.
@@ -214,6 +364,7 @@ class _CopyKernel:
 
     def __init__(self, kv: PagedKV, arena: HeldArena, sums: bool, verify: bool) -> None:
         self._kv = kv
+        self._stored_bytes = kv.page_bytes
         self._arena = arena
         self._sums = sums
         self._verify = verify
@@ -223,7 +374,7 @@ class _CopyKernel:
         self._bytes = {segment: view.data for segment, view in arena.views.items()}
 
     def store(self, batch: Batch) -> U8 | None:
-        """Copy pages into slots; return the checksums, uint8 of shape (n, 16), or None if off."""
+        """See ``_Kernel.store``."""
         sums = np.zeros((len(batch), CHECKSUM_BYTES), np.uint8) if self._sums else None
         for run in batch.runs(self._blocks_max(self._sums)):
             # Checked per run and not per batch: a slot that was reassigned must not be written.
@@ -239,7 +390,7 @@ class _CopyKernel:
         return sums
 
     def load(self, batch: Batch) -> None:
-        """Copy slots into pages, except those whose checksums differ."""
+        """See ``_Kernel.load``. A block whose checksum differs is not copied."""
         expected = batch.expected(np.full(len(batch), self._verify))
         for run in batch.runs(self._blocks_max(bool(expected))):
             # Checksummed before the copy: this brings the bytes into cache, and a wrong block is
@@ -254,7 +405,7 @@ class _CopyKernel:
                     faults.hit("copier.load_block")
 
     def store_one(self, block: SingleBlock) -> bytes | None:
-        """Store a single block; otherwise like ``store``."""
+        """See ``_Kernel.store_one``."""
         checksum = bytes(CHECKSUM_BYTES) if self._sums else None
         if block.failure is None:
             faults.hit("copier.store_copying")
@@ -265,7 +416,7 @@ class _CopyKernel:
         return checksum
 
     def load_one(self, block: SingleBlock) -> None:
-        """Load a single block; otherwise like ``load``."""
+        """See ``_Kernel.load_one``."""
         expected = block.expected(chosen=self._verify)
         if block.failure is not None:
             return
@@ -283,7 +434,7 @@ class _CopyKernel:
         return self._sum(run.segment, run.offset + index * run.step_bytes)
 
     def _sum(self, segment: int, offset: int) -> bytes:
-        return checksum_of(self._bytes[segment][offset : offset + self._kv.page_bytes])
+        return checksum_of(self._bytes[segment][offset : offset + self._stored_bytes])
 
     def _copy_one(self, block: SingleBlock, *, to_arena: bool) -> None:
         """Copy one block, without planning runs if its page is one run."""
@@ -335,6 +486,35 @@ class _CopyKernel:
             (view[page : page + count], slots[:, part.start_bytes : part.end_bytes])
             for part, view in zip(self._kv.parts, self._parts, strict=True)
         ]
+
+
+class _EncodingKernel(_NumpyKernel):
+    """Encodes pages into slots, and decodes slots into pages, block by block."""
+
+    def __init__(
+        self, kv: PagedKV, arena: HeldArena, sums: bool, verify: bool, encoding: Encoding
+    ) -> None:
+        super().__init__(kv, arena, sums, verify)
+        self._encoding = encoding
+        self._stored_bytes = encoding.stored_bytes
+
+    def _copy_one(self, block: SingleBlock, *, to_arena: bool) -> None:
+        run = Run([0], self._stored_bytes, block.segment, block.offset, block.page)
+        self._copy_slots(run, 0, 1, to_arena=to_arena)
+
+    def _copy_slots(self, run: Run, index: int, count: int, *, to_arena: bool) -> None:
+        shard = np.empty(self._kv.page_bytes, np.uint8)
+        for each in range(index, index + count):
+            offset, page = run.offset + each * run.step_bytes, run.page + each
+            slot = self._arena.views[run.segment][offset : offset + self._stored_bytes]
+            if to_arena:
+                for part, view in zip(self._kv.parts, self._parts, strict=True):
+                    _move(view[page], shard[part.start_bytes : part.end_bytes])
+                self._encoding.encode(shard, slot)
+            else:
+                self._encoding.decode(slot, shard)
+                for part, view in zip(self._kv.parts, self._parts, strict=True):
+                    _move(shard[part.start_bytes : part.end_bytes], view[page])
 
 
 def _move(source: U8, target: U8) -> None:

@@ -1,13 +1,7 @@
-"""A client's mapping of the arena: segments and generations, from passed descriptors.
-
-The mapping is made with the system call and not with ``mmap.mmap``, which keeps a duplicate of the
-descriptor: a forked child would inherit it, and with it the lock by which the daemon sees that this
-client may still write.
-"""
+"""A client's mapping of the arena: segments and generations, from passed descriptors."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -16,62 +10,32 @@ import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8, U32
+from kvhearth.native.table import Table
 from kvhearth.prefault import Populate, Span
+from kvhearth.shared_memory import MADV_DONTFORK, SharedMapping
 from kvhearth.wire.handshake import Welcome
 
-_MADV_DONTFORK = 10
-_libc = ctypes.CDLL(None, use_errno=True)
-_mmap = _libc.mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-]
-_munmap = _libc.munmap
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_madvise = _libc.madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_ALIGN_BYTES_MAX = 1 << 30
 
 
-class _Region:
-    """One mapping, unmapped when the last array made of it is gone: no view outlives its memory."""
+def _region(descriptor: int, size_bytes: int, page_bytes: int, *, writable: bool) -> U8:
+    """Map a passed descriptor; forked children do not inherit the mapping.
 
-    def __init__(self, descriptor: int, size_bytes: int, *, writable: bool) -> None:
-        self.address = 0
-        self._size_bytes = size_bytes
-        self._writable = writable
-        self._pid = os.getpid()
-        if size_bytes <= 0 or os.fstat(descriptor).st_size < size_bytes:
-            # Mapping past the end would be a SIGBUS at the first copy.
-            raise KVHearthError(
-                Reason.BAD_MESSAGE, f"a passed descriptor is not of {size_bytes} bytes"
-            )
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _mmap(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
-        if address == _MAP_FAILED:
-            raise _unmappable(size_bytes)
-        self.address = address
-        if _madvise(address, size_bytes, _MADV_DONTFORK):
-            raise _unmappable(size_bytes)
-
-    @property
-    def __array_interface__(self) -> dict[str, object]:
-        return {
-            "version": 3,
-            "shape": (self._size_bytes,),
-            "typestr": "|u1",
-            "data": (self.address, not self._writable),
-        }
-
-    def __del__(self, munmap: Callable[[int, int], int] = _munmap) -> None:
-        # A forked child has nothing there, or something of its own.
-        if self.address and os.getpid() == self._pid:
-            munmap(self.address, self._size_bytes)
+    Huge pages are mapped whole only where the mapping begins at their border.
+    """
+    if size_bytes <= 0 or os.fstat(descriptor).st_size < size_bytes:
+        # Mapping past the end would be a SIGBUS at the first copy.
+        raise KVHearthError(Reason.BAD_MESSAGE, f"a passed descriptor is not of {size_bytes} bytes")
+    align_bytes = page_bytes if page_bytes & (page_bytes - 1) == 0 else 1
+    try:
+        mapping = SharedMapping(
+            descriptor, size_bytes, min(align_bytes, _ALIGN_BYTES_MAX), writable=writable
+        )
+    except OSError as error:
+        raise _unmappable(size_bytes, error.errno or 0) from None
+    if number := mapping.advise(MADV_DONTFORK):
+        raise _unmappable(size_bytes, number)
+    return np.asarray(mapping)
 
 
 class ArenaMapping:
@@ -99,9 +63,11 @@ class ArenaMapping:
         self._views: dict[int, U8] = {}
         *segment_descriptors, generations_descriptor = descriptors
         for info, descriptor in zip(welcome.segments, segment_descriptors, strict=True):
-            self._views[info.segment] = np.asarray(_Region(descriptor, info.bytes, writable=True))
-        raw: U8 = np.asarray(
-            _Region(generations_descriptor, welcome.generation_count * 4, writable=False)
+            self._views[info.segment] = _region(
+                descriptor, info.bytes, info.page_bytes, writable=True
+            )
+        raw = _region(
+            generations_descriptor, welcome.generation_count * 4, mmap.PAGESIZE, writable=False
         )
         self._generations: U32 | None = raw.view(np.uint32)
         spans = [
@@ -148,8 +114,32 @@ class ArenaMapping:
         self._views.clear()
 
 
-def _unmappable(size_bytes: int) -> KVHearthError:
-    number = ctypes.get_errno()
+def map_tables(welcome: Welcome, descriptors: Sequence[int]) -> list[Table]:
+    """Map the shared index's tables.
+
+    Args:
+        welcome: has the tables' shapes.
+        descriptors: the last ones are the generations' memfd and one per table; the caller closes
+            them afterwards.
+
+    Raises:
+        KVHearthError: as ``ArenaMapping``.
+    """
+    if not welcome.tables:
+        return []
+    generations, *own = descriptors[-1 - len(welcome.tables) :]
+    live: U8 = _region(generations, welcome.generation_count * 4, 1, writable=False)
+    return [
+        Table(
+            shape,
+            _region(descriptor, shape.bytes, 1, writable=False),
+            live.view(np.uint32),
+        )
+        for shape, descriptor in zip(welcome.tables, own, strict=True)
+    ]
+
+
+def _unmappable(size_bytes: int, number: int) -> KVHearthError:
     return KVHearthError(
         Reason.MEMORY_UNAVAILABLE,
         f"cannot map {size_bytes} bytes of the arena: {os.strerror(number)}",

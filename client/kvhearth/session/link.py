@@ -14,12 +14,14 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.session.arena import ArenaMapping
+from kvhearth.native.table import Table
+from kvhearth.session.arena import ArenaMapping, map_tables
 from kvhearth.transports.base import CacheTransport
 from kvhearth.transports.frames_unix import FramesUnixTransport
 from kvhearth.transports.grpc_unix import GrpcUnixTransport
@@ -104,7 +106,7 @@ class Session:
     Attributes:
         welcome: the daemon's answer.
         descriptors: owned until ``take_descriptors``: one per segment in the welcome's order, then
-            the generations' memfd; empty if the arena was not requested.
+            the generations' memfd, then one per table; empty if the arena was not requested.
     """
 
     def __init__(self, welcome: Welcome, life_line: socket.socket, descriptors: list[int]) -> None:
@@ -259,7 +261,11 @@ def _read_answer(message: dict[str, Any]) -> Welcome:
 
 
 def _check_descriptors(hello: Hello, welcome: Welcome, descriptors: list[int]) -> None:
-    wanted = len(welcome.segments) + 1 if hello.map_arena else 0
+    tables = len(welcome.tables)
+    wanted = (len(welcome.segments) if hello.map_arena else 0) + tables
+    wanted += 1 if hello.map_arena or tables else 0
+    if tables and not hello.shared_index:
+        raise KVHearthError(Reason.BAD_MESSAGE, "welcome has tables that were not asked for")
     if len(descriptors) != wanted:
         raise KVHearthError(
             Reason.BAD_MESSAGE, f"welcome came with {len(descriptors)} descriptors, not {wanted}"
@@ -295,11 +301,12 @@ def _close_all(descriptors: list[int]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """One attachment to one boot of the daemon."""
+    """One attachment to one boot of the daemon; ``tables`` are those of the shared index."""
 
     session: Session
     transport: CacheTransport
     mapping: ArenaMapping | None
+    tables: Sequence[Table] = ()
 
     @cached_property
     def welcome(self) -> Welcome:
@@ -343,14 +350,16 @@ def open_link(url: DaemonUrl, hello: Hello) -> Link:
         descriptors = session.take_descriptors()
         try:
             if hello.map_arena:
-                mapping = ArenaMapping(welcome, descriptors, session.alive)
+                own = descriptors[: len(welcome.segments) + 1]
+                mapping = ArenaMapping(welcome, own, session.alive)
                 undo.callback(mapping.close)
+            tables = map_tables(welcome, descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         transport = _transport(url, welcome)
         undo.pop_all()
-    return Link(session, transport, mapping)
+    return Link(session, transport, mapping, tables)
 
 
 def _transport(url: DaemonUrl, welcome: Welcome) -> CacheTransport:

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 from kvhearth.counters import Counters, Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.link import Link
-from kvhearth.transports.base import TOUCH, Rpc
+from kvhearth.transports.base import LOOKUP, TOUCH, Rpc
 from kvhearth.wire.frames import BareError
 
 TOUCHES_MAX = 256
-"""Most queued touches. Dropping one leaks nothing, so they take no room from other requests."""
+"""Most queued touches and lookups. Dropping one leaks nothing, so they take no room from other
+requests.
+"""
+_DROPPABLE = (TOUCH, LOOKUP)
 PARTS_MAX = 64
 """Most groups in one message; the daemon refuses more."""
 
@@ -46,19 +49,20 @@ class QueuedRequest(NamedTuple):
 class Outbox:
     """A bounded queue, oldest request first; a request that finds it full is refused.
 
-    Touches have a separate bound and go last.
+    Touches and lookups have a separate bound. Lookups go first, so that their leases precede the
+    releases, and touches last.
     """
 
     def __init__(self, requests_max: int, touches_max: int = TOUCHES_MAX) -> None:
         self._lock = threading.Lock()
         self._requests: deque[QueuedRequest] = deque()
-        self._touches: deque[QueuedRequest] = deque()
-        self._queues = ((self._requests, requests_max), (self._touches, touches_max))
+        self._droppable: deque[QueuedRequest] = deque()
+        self._queues = ((self._requests, requests_max), (self._droppable, touches_max))
 
     def put(self, queued: QueuedRequest) -> bool:
         """Queue a request; False if the queue is full."""
         with self._lock:
-            queue, most = self._queues[queued.rpc is TOUCH]
+            queue, most = self._queues[queued.rpc in _DROPPABLE]
             if len(queue) >= most:
                 return False
             queue.append(queued)
@@ -68,7 +72,7 @@ class Outbox:
         """Queue requests again before all others; return the number that found no room."""
         sorted_out: tuple[list[QueuedRequest], list[QueuedRequest]] = ([], [])
         for queued in queued_requests:
-            sorted_out[queued.rpc is TOUCH].append(queued)
+            sorted_out[queued.rpc in _DROPPABLE].append(queued)
         lost = 0
         with self._lock:
             for (queue, most), waiting in zip(self._queues, sorted_out, strict=True):
@@ -78,15 +82,17 @@ class Outbox:
         return lost
 
     def take(self) -> list[QueuedRequest]:
-        """Remove and return all requests: oldest first, then the touches."""
+        """Remove and return all requests: lookups, then the others, then touches, oldest first."""
         with self._lock:
-            queued_requests = [*self._requests, *self._touches]
+            lookups = [queued for queued in self._droppable if queued.rpc is LOOKUP]
+            touches = [queued for queued in self._droppable if queued.rpc is not LOOKUP]
+            queued_requests = [*lookups, *self._requests, *touches]
             self._requests.clear()
-            self._touches.clear()
+            self._droppable.clear()
         return queued_requests
 
     def __len__(self) -> int:
-        return len(self._requests) + len(self._touches)
+        return len(self._requests) + len(self._droppable)
 
 
 def batch(queued_requests: Iterable[QueuedRequest], weight_max: int) -> list[list[QueuedRequest]]:
@@ -145,7 +151,12 @@ class Courier:
 
     def put(self, queued: QueuedRequest) -> None:
         """Queue a request; a full queue drops it (the group's end frees its slots and leases)."""
-        if not self._outbox.put(queued):
+        if self._outbox.put(queued):
+            return
+        if queued.rpc is LOOKUP:
+            # Its answer is in use already: only a lease and the blocks' recency are lost.
+            self._counters.add("lookups_not_posted")
+        else:
             self._counters.add("outbox_overflow")
             self._warnings.warn(
                 "release.dropped",

@@ -9,26 +9,32 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvhearth.client import KVClient
+from kvhearth.codec import Encoding
 from kvhearth.copiers.base import VERIFY_FRACTION, ArenaView, Copier
-from kvhearth.copiers.device import CopyDevice, Registrations
+from kvhearth.copiers.device import CopyDevice, Registrations, index_of
 from kvhearth.copiers.host import HostCopier
+from kvhearth.copiers.measure import measured_device
+from kvhearth.copiers.methods import AUTO
 from kvhearth.counters import Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
 from kvhearth.session.arena import ArenaMapping
 
-CopierFactory = Callable[[PagedKV, ArenaView], Copier]
+CopierFactory = Callable[..., Copier]
+"""Makes a copier of pages into an arena: ``make(kv, arena)``, or ``make(kv, arena,
+encoding=encoding)`` for blocks that a codec encodes.
+"""
 _DROP_S = 1.0
 _of_process = Registrations()
 
 
 class CopyOrder(Protocol):
-    """Orders copies, issued by one of our threads, after the engine's work at their submission."""
+    """Orders our work after the engine's work at its submission."""
 
     def mark(self) -> object:
         """Mark the current position in the calling thread's current stream.
@@ -38,7 +44,10 @@ class CopyOrder(Protocol):
         """
 
     def after(self, mark: object) -> AbstractContextManager[None]:
-        """Make copies that are issued within this context wait for the work before ``mark``."""
+        """Make work on the current stream within this context wait for the work before ``mark``.
+
+        Copies wait for a mark themselves (``Copier.store``).
+        """
 
 
 class HostOrder:
@@ -56,8 +65,8 @@ class HostOrder:
 class CudaOrder:
     """``CopyOrder`` by an event recorded at submission.
 
-    A copier waits for the current stream of the thread that calls it. Here that is a stream of our
-    own which waits for the event, so that the engine's later work delays nothing.
+    Work that gathers or scatters blocks on the GPU runs on a stream of our own which waits for the
+    event, so that the engine's later work delays nothing.
 
     Args:
         device: such as ``"cuda:0"``.
@@ -87,23 +96,32 @@ def default_copier(
     *,
     sums: bool = True,
     verify_fraction: float = VERIFY_FRACTION,
+    method: str = AUTO,
     device: CopyDevice | None = None,
 ) -> CopierFactory:
     """Return a factory of the copier that fits the tensors.
 
     Args:
         sums: passed to ``HostCopier``.
+        method: passed to ``CudaCopier``.
         verify_fraction: passed to ``CudaCopier``; the host copier compares every block that it
             loads.
         device: passed to ``CudaCopier``, which is then made for any tensors.
     """
 
-    def make(kv: PagedKV, arena: ArenaView) -> Copier:
+    def make(kv: PagedKV, arena: ArenaView, encoding: Encoding | None = None) -> Copier:
         if device is None and kv.device == "cpu":
-            return HostCopier(kv, arena, sums=sums)
+            return HostCopier(kv, arena, sums=sums, encoding=encoding)
         from kvhearth.copiers.cuda import CudaCopier
 
-        return CudaCopier(kv, arena, device=device, verify_fraction=verify_fraction)
+        return CudaCopier(
+            kv,
+            arena,
+            device=device,
+            method=method,
+            encoding=encoding,
+            verify_fraction=verify_fraction,
+        )
 
     return make
 
@@ -154,6 +172,7 @@ class CopierPool:
         self._registrations = registrations or (_of_process if on_gpu else None)
         self._client = client
         self._kv = dict(kv)
+        self._encodings = {pages: client.contract.encoding(group) for group, pages in kv.items()}
         self._make = make or default_copier()
         # Held while a copier is made, but never while copies or CUDA's registration end.
         self._lock = threading.Lock()
@@ -161,6 +180,10 @@ class CopierPool:
         self._leaving: _Mapped | None = None
         self._closed = False
         self._warnings = Warnings()
+        if on_gpu:
+            # Begun before the first copies, which would share the bus with it.
+            with suppress(KVHearthError):
+                measured_device(index_of(self.device))
         client.add_quiesce_hook(self.drain)
         client.add_attached(self._attached)
 
@@ -207,7 +230,10 @@ class CopierPool:
                 return None
             copier = mapped.copiers.get(kv)
             if copier is None:
-                copier = mapped.copiers[kv] = self._make(kv, arena)
+                # Pages that no group registered are of a contract with one group.
+                encoding = self._encodings.get(kv, self._client.contract.encoding(0))
+                options = {} if encoding is None else {"encoding": encoding}
+                copier = mapped.copiers[kv] = self._make(kv, arena, **options)
             return copier
 
     def drain(self, deadline_s: float) -> bool:
@@ -238,8 +264,9 @@ class CopierPool:
         if self._mapped is None:
             self._mapped = _Mapped(arena)
             if self._registrations is not None:
-                index = int(self.device.partition(":")[2] or 0)
-                self._registrations.acquire(arena, self, index, self._registration_failed)
+                self._registrations.acquire(
+                    arena, self, index_of(self.device), self._registration_failed
+                )
         return self._mapped if self._mapped.arena is arena else None
 
     def _registration_failed(self) -> None:
@@ -283,11 +310,11 @@ def _check_pages(client: KVClient, kv: Mapping[int, PagedKV]) -> None:
             raise KVHearthError(
                 Reason.BAD_CONTRACT, f"group {kv_group} is not one of the contract's {len(groups)}"
             )
-        if pages.page_bytes != groups[kv_group].page_bytes:
+        if pages.page_bytes != groups[kv_group].engine_bytes:
             raise KVHearthError(
                 Reason.BAD_CONTRACT,
                 f"group {kv_group}: pages of {pages.page_bytes} bytes, the contract says "
-                f"{groups[kv_group].page_bytes}",
+                f"{groups[kv_group].engine_bytes}",
             )
 
 

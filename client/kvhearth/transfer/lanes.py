@@ -73,7 +73,7 @@ class Job(Generic[ResultT]):
         """Note why something failed; the first reason stays."""
         self.reason = self.reason or reason
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Hand the outcome to the caller, unless it was cancelled."""
         self.count_up()
         if self.future.begin():
@@ -185,7 +185,7 @@ class Lane:
 
     def _end(self, job: Job[Any]) -> None:
         try:
-            job.settle()
+            job.resolve()
         finally:
             with self._changed:
                 self._blocks -= job.future.blocks_total

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvhearth.codec import LOSSLESS
 from kvhearth.contract import DTYPE_BYTES, Contract
+from kvhearth.copiers import kernels
 from kvhearth.copiers.base import CopyKind
 from kvhearth.errors import KVHearthError
 from kvhearth.model import I64, Bools
@@ -46,7 +48,7 @@ class Source(Protocol):
         """Bring the loaded blocks of the last batch to where they belong."""
 
 
-class Whole:
+class PagesInPlace:
     """Pages that are copied in place."""
 
     def __init__(self, kv: PagedKV, numbers: I64, *, kept: bool) -> None:
@@ -56,7 +58,7 @@ class Whole:
         self._numbers = numbers
 
     @classmethod
-    def of_pool(cls, pages: Pages, count: int, page_bytes: int) -> Whole:
+    def of_pool(cls, pages: Pages, count: int, page_bytes: int) -> PagesInPlace:
         """Return a pool's pages, checked."""
         kv, numbers = pages.kv, np.asarray(pages.numbers)
         if kv.page_bytes != page_bytes:
@@ -127,9 +129,10 @@ def source_of(pages: Any, count: int, contract: Contract, *, written: bool) -> S
     Raises:
         ValueError, TypeError: see ``Cache``.
     """
-    page_bytes = contract.groups[0].page_bytes
+    page_bytes = contract.groups[0].engine_bytes
     if isinstance(pages, Pages):
-        return Whole.of_pool(pages, count, page_bytes)
+        _check_codec(pages.kv.device, contract.codec)
+        return PagesInPlace.of_pool(pages, count, page_bytes)
     blocks = pages if isinstance(pages, list | tuple) else [pages]
     for block in blocks:
         if not isinstance(block, np.ndarray) and not hasattr(block, "data_ptr"):
@@ -140,14 +143,21 @@ def source_of(pages: Any, count: int, contract: Contract, *, written: bool) -> S
         _check_kind(block, contract.kv_dtype)
         if written and isinstance(block, np.ndarray) and not block.flags.writeable:
             raise ValueError("pages are read-only: a load writes them")
+        _check_codec(_device(block), contract.codec)
     if blocks is pages:
         return Scattered(_checked_list(pages, count, page_bytes))
     _check_array(pages, count, page_bytes)
     if count and _row_major(pages[0]):
         with contextlib.suppress(KVHearthError):  # read-only, or rows that overlap
-            return Whole(PagedKV([pages]), np.arange(count), kept=False)
+            return PagesInPlace(PagedKV([pages]), np.arange(count), kept=False)
     # Other memory is moved through a dense copy: equal elements have equal bytes.
     return Scattered([pages[index : index + 1] for index in range(count)])
+
+
+def _check_codec(device: str, codec: str) -> None:
+    """Refuse a codec for memory that cannot be encoded in this process."""
+    if device != "cpu" and codec != LOSSLESS and (reason := kernels.available()):
+        raise ValueError(f"codec {codec} for pages on {device}: {reason}")
 
 
 def _row_major(block: Any) -> bool:

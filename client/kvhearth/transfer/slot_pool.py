@@ -74,7 +74,6 @@ class ReservationPool:
         self._session_id = ""
         self._boot_id = ""
         self._silence: Reason | NoReason = Reason.DAEMON_AWAY
-        self._silent_since: float | None = time.monotonic()
         self._pause_s = 0.0
         self._retry_at = 0.0
         self._answer_count = 0
@@ -82,12 +81,6 @@ class ReservationPool:
         self._changed = self._worker.changed
         self._lock = self._worker.lock
         self._worker.start()
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the daemon stopped answering reservations or went away; 0 if it answers."""
-        since = self._silent_since
-        return 0.0 if since is None else time.monotonic() - since
 
     def short_reason(self, kv_group: int) -> Reason | NoReason:
         """Return why the last reservation of the group brought less than requested, or ""."""
@@ -168,12 +161,8 @@ class ReservationPool:
         self._short.clear()
         self._session_id = session_id
         self._pause_s = self._retry_at = 0.0
-        if session_id:
-            # A new session's daemon gets the full time to answer, however long none was there
-            # before.
-            self._silent_since = None
         refusal = self._client.refusal
-        self._note_silence(Reason.DAEMON_AWAY if refusal is None else refusal.reason)
+        self._silence = Reason.DAEMON_AWAY if refusal is None else refusal.reason
 
     def _wanted(self) -> dict[int, int]:
         """Return the blocks to request by group; while a caller waits, only those of its group."""
@@ -193,7 +182,7 @@ class ReservationPool:
         with self._changed:
             self._answer_count += 1
             if brought.reason:
-                self._note_silence(brought.reason)
+                self._silence = brought.reason
                 self._back_off()
             elif self._client.session_id != session_id or self._worker.stopping:
                 # Reserved under one of two sessions: the daemon knows which one.
@@ -209,7 +198,7 @@ class ReservationPool:
         groups: dict[int, Records],
         short_reason: Reason | NoReason,
     ) -> None:
-        self._silence, self._silent_since = "", None
+        self._silence = ""
         self._boot_id = boot_id
         gained = 0
         for kv_group, asked in want.items():
@@ -237,11 +226,6 @@ class ReservationPool:
         for kv_group, held in idle.items():
             self._held[kv_group] = held[:0]
 
-    def _note_silence(self, reason: Reason) -> None:
-        self._silence = reason
-        if self._silent_since is None:
-            self._silent_since = time.monotonic()
-
     def _back_off(self) -> None:
         self._pause_s = min(max(self._pause_s * 2, _PAUSE_S), _PAUSE_MAX_S)
         self._retry_at = time.monotonic() + self._pause_s
@@ -249,7 +233,7 @@ class ReservationPool:
     def _recover(self) -> None:
         self._client.count("stock_failures")
         with self._changed:
-            self._note_silence(Reason.INTERNAL)
+            self._silence = Reason.INTERNAL
             self._back_off()
 
     def _wait(self, kv_group: int, count: int, wait_s: float) -> None:

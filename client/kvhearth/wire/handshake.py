@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.native.table import NAMESPACES, Shape
 
 FRAME_BYTES_MAX = 256 * 1024
 HELLO_PARTS_MAX = 4096
@@ -125,6 +126,8 @@ class Hello:
         pid: process id as the client sees it, for people.
         previous_boot, previous_session: the session that this process held before.
         previous_drained: whether all copies under that session have finished.
+        numa_node: NUMA node of this rank's GPU, or that it copies from; -1 if it is unknown.
+        shared_index: whether to send the descriptors of the generations and of the shared index.
     """
 
     protocol: int
@@ -138,10 +141,21 @@ class Hello:
     previous_boot: str = ""
     previous_session: int = 0
     previous_drained: bool = False
+    numa_node: int = -1
+    shared_index: bool = False
 
     def to_message(self) -> dict[str, Any]:
-        """Return the hello as a frame's message."""
-        return {"kind": "hello", **asdict(self)}
+        """Return the hello as a frame's message.
+
+        What is unknown or not asked for is left out: a daemon that does not know such a field would
+        refuse it.
+        """
+        values = asdict(self)
+        if self.numa_node < 0:
+            del values["numa_node"]
+        if not self.shared_index:
+            del values["shared_index"]
+        return {"kind": "hello", **values}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Hello:
@@ -167,7 +181,7 @@ class SegmentInfo:
 class Welcome:
     """The daemon's answer to a valid hello.
 
-    Its descriptors are one per segment, then the generations' memfd.
+    Its descriptors are one per segment, the generations' memfd, and one per table.
 
     Attributes:
         boot_id: id of this run of the daemon.
@@ -183,6 +197,9 @@ class Welcome:
         segments: segments to map.
         lineage: random id of the cold start that this run descends from; the same after a warm
             restart. Empty if the daemon does not send one.
+        tables: shapes of the shared index's tables; none unless the hello asked for them.
+        namespace_number: the namespace's place in a table.
+        memory_only: no tier lies below memory: a block that no table has is nowhere.
     """
 
     boot_id: str
@@ -197,6 +214,9 @@ class Welcome:
     leases_max: int
     segments: list[SegmentInfo] = field(default_factory=list)
     lineage: str = ""
+    tables: list[Shape] = field(default_factory=list)
+    namespace_number: int = 0
+    memory_only: bool = False
 
     @cached_property
     def rooms(self) -> dict[int, int]:
@@ -204,8 +224,12 @@ class Welcome:
         return {info.segment: info.bytes for info in self.segments}
 
     def to_message(self) -> dict[str, Any]:
-        """Return the welcome as a frame's message."""
-        return {"kind": "welcome", **asdict(self)}
+        """Return the welcome as a frame's message; a client that asked for no tables knows all."""
+        message = {"kind": "welcome", **asdict(self)}
+        if not self.tables:
+            for name in ("tables", "namespace_number", "memory_only"):
+                del message[name]
+        return message
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Welcome:
@@ -214,15 +238,22 @@ class Welcome:
         Raises:
             KVHearthError: ``bad_message`` naming the field.
         """
-        segments = message.get("segments")
-        if not isinstance(segments, list):
-            raise KVHearthError(Reason.BAD_MESSAGE, "welcome: 'segments' must be a list")
-        if not all(isinstance(item, dict) for item in segments):
-            raise KVHearthError(Reason.BAD_MESSAGE, "welcome: a segment must be an object")
-        parsed = [_read(SegmentInfo, {"kind": "s", **item}, "s") for item in segments]
-        values: Welcome = _read(cls, {**message, "segments": parsed}, "welcome")
+        lists = {
+            "segments": _read_list(message.get("segments"), SegmentInfo, "segment"),
+            "tables": _read_list(message.get("tables", []), Shape, "table"),
+        }
+        values: Welcome = _read(cls, {**message, **lists}, "welcome")
         _check_numbers(values)
+        _check_tables(values)
         return values
+
+
+def _read_list(found: object, kind: type[Any], word: str) -> list[Any]:
+    if not isinstance(found, list):
+        raise KVHearthError(Reason.BAD_MESSAGE, f"welcome: '{word}s' must be a list")
+    if not all(isinstance(item, dict) for item in found):
+        raise KVHearthError(Reason.BAD_MESSAGE, f"welcome: a {word} must be an object")
+    return [_read(kind, {"kind": "s", **item}, "s") for item in found]
 
 
 def _check_numbers(welcome: Welcome) -> None:
@@ -237,6 +268,24 @@ def _check_numbers(welcome: Welcome) -> None:
         if not 0 <= info.segment < SEGMENTS_MAX or min(info.bytes, info.page_bytes) < 1:
             raise KVHearthError(
                 Reason.BAD_MESSAGE, f"welcome: segment {info.segment} is out of range or empty"
+            )
+
+
+def _check_tables(welcome: Welcome) -> None:
+    """Check the numbers by which the native module accesses memory."""
+    for shape in welcome.tables:
+        sizes = (shape.slot_count, shape.stride, shape.slab_bytes, shape.slot_bytes_min)
+        if (
+            min(sizes) < 1
+            or min(shape.first_slot, shape.seed) < 0
+            or shape.first_slot + shape.slot_count > welcome.generation_count
+            or shape.segment_bytes != welcome.rooms.get(shape.segment, shape.segment_bytes)
+            or not 0 <= shape.segment < SEGMENTS_MAX
+            or shape.segment_bytes < 1
+            or not 0 <= welcome.namespace_number < NAMESPACES
+        ):
+            raise KVHearthError(
+                Reason.BAD_MESSAGE, f"welcome: the table of segment {shape.segment} is impossible"
             )
 
 

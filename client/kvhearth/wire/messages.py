@@ -165,7 +165,11 @@ def own_commits(groups: Mapping[int, CommitGroup]) -> dict[int, CommitGroup]:
     """Return a copy of a caller's commit, whose keys are read once."""
     return {
         operator.index(group): CommitGroup(
-            tuple(item.keys), np.asarray(item.extents), item.checksums, bytes(item.parent)
+            tuple(item.keys),
+            np.asarray(item.extents),
+            item.checksums,
+            bytes(item.parent),
+            tuple(item.chains),
         )
         for group, item in groups.items()
     }
@@ -240,13 +244,19 @@ def _whole(
 
     None if any key is not, or if there are no keys.
     """
-    bits, in_dram, yes, tiers = _of_whole(count)
+    bits, in_dram, _, _ = _of_whole(count)
     if not count or reply.present != bits or reply.tiers != in_dram:
         return None
     if reply.ready != bits or reply.leased != bits:
         return None
     extent_count = count * contract.groups[group].shards
     extents = parse_extents(contract, welcome, group, reply.extents, extent_count)
+    return whole_group(count, extents)
+
+
+def whole_group(count: int, extents: Records) -> GroupResult:
+    """Return the presence of blocks that are all in DRAM and leased."""
+    _, _, yes, tiers = _of_whole(count)
     return GroupResult(yes.copy(), yes.copy(), yes.copy(), tiers.copy(), extents)
 
 
@@ -358,13 +368,22 @@ def put_commit(contract: Contract, groups: Any, group: int, commit: CommitGroup)
         checksums = sums.tobytes()
     if commit.parent and len(commit.parent) != contract.hash_bytes:
         raise KVHearthError(Reason.BAD_KEYS, f"group {group}: parent is not a key")
+    parent, chains, parents = commit.parent, b"", b""
+    if len(commit.chains) == 1:
+        ((_, parent),) = commit.chains
+    elif commit.chains:
+        none = bytes(contract.hash_bytes)
+        chains = np.array([position for position, _ in commit.chains], "<u4").tobytes()
+        parents = _pack_keys(contract, group, [before or none for _, before in commit.chains])
     groups.add(
         group=group,
         keys=keys,
         slots=slots,
         generations=generations,
         checksums=checksums,
-        parent=commit.parent,
+        parent=parent,
+        chains=chains,
+        parents=parents,
     )
 
 

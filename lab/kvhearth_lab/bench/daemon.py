@@ -107,18 +107,25 @@ def served(starter: Starter = SERVE, **settings: object) -> Iterator[Served]:
 def attached(
     url: str, made: Contract, engine_id: str = "bench", *, map_arena: bool = True
 ) -> Iterator[KVClient]:
-    """Provide a client that is ready.
+    """Provide a scheduler's client that is ready; ranks beside its own are attached with it.
 
     Raises:
         KVHearthError: it cannot attach.
     """
-    client = connect(url, made, engine_id=engine_id, map_arena=map_arena)
-    try:
+    with contextlib.ExitStack() as undo:
+        for rank in range(made.world_size - 1, -1, -1):
+            client = connect(
+                url,
+                made,
+                engine_id=engine_id,
+                scheduler=not rank,
+                rank=rank,
+                map_arena=map_arena and not rank,
+            )
+            undo.callback(client.close)
         if not client.wait_ready(ATTACH_S):
             raise broken(f"cannot attach: {client.refusal or 'no daemon'}")
         yield client
-    finally:
-        client.close()
 
 
 @contextlib.contextmanager
@@ -147,22 +154,38 @@ def empty_call(calls: CacheTransport) -> float:
     return time.perf_counter() - start
 
 
-def store_zeros(client: KVClient, page_bytes: int, seed: bytes, start: int, count: int) -> None:
+def store_zeros(
+    client: KVClient,
+    page_bytes: int,
+    seed: bytes,
+    start: int,
+    count: int,
+    *,
+    group: int = 0,
+    scattered: bool = False,
+) -> None:
     """Commit a part of a chain whose bytes are zeros, as a new arena's are.
+
+    Args:
+        group: KV group of the blocks.
+        scattered: neighbours in the chain are none in memory, as after long use.
 
     Raises:
         KVHearthError: not all of them were kept.
     """
     keys = keys_of(seed, start, count)
     parent = keys_of(seed, start - 1, 1)[0] if start % CHAIN_KEYS else b""
-    slots = client.reserve({0: count})
-    granted = len(slots.groups[0])
+    slots = client.reserve({group: count})
+    extents = slots.groups[group]
+    granted, shards = extents.shape
+    if scattered:
+        extents = np.random.default_rng(start).permutation(extents)
     # The scrub removes blocks stored with another checksum.
     digest = np.frombuffer(checksum_of(bytes(page_bytes)), np.uint8)
-    sums = np.tile(digest, (granted, 1, 1))
-    group = CommitGroup(keys[:granted], slots.groups[0], sums, parent)
-    answer = client.commit({0: group}, boot_id=slots.boot_id)
-    if np.count_nonzero(answer.stored[0]) < count:
+    sums = np.tile(digest, (granted, shards, 1))
+    stored = CommitGroup(keys[:granted], extents, sums, parent)
+    answer = client.commit({group: stored}, boot_id=slots.boot_id)
+    if np.count_nonzero(answer.stored[group]) < count:
         raise broken(f"stores failed: {slots.short_reason or answer.reason or 'known key'}")
 
 

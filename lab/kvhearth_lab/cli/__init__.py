@@ -21,8 +21,10 @@ def add_bench(app: typer.Typer) -> None:
     benches = typer.Typer(
         help="Run benchmarks, each with its own daemons.", epilog=BENCH_EPILOG, no_args_is_help=True
     )
+    benches.command("gpu", epilog=bench.GPU_EPILOG)(bench.gpu)
     benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
     benches.command("peers", epilog=bench.PEERS_EPILOG)(bench.peers)
+    benches.command("scheduler", epilog=bench.SCHEDULER_EPILOG)(bench.scheduler)
     benches.command("ssd", epilog=bench.SSD_EPILOG)(bench.ssd)
     benches.command("stalls", epilog=bench.STALLS_EPILOG)(bench.stalls)
     benches.command("ttft", epilog=bench.TTFT_EPILOG)(bench.ttft)

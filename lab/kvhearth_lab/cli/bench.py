@@ -27,7 +27,15 @@ PEERS_EPILOG = (
 )
 SSD_EPILOG = (
     "Example: kvhearth bench ssd --dir /mnt/nvme --json | tail -n 1 | "
-    "jq '{write_ratio, read_ratio, missed}'"
+    "jq '{write_of_best, read_of_best, missed}'"
+)
+GPU_EPILOG = (
+    "Example: kvhearth bench gpu --json | tail -n 1 | "
+    "jq '{load_block_2mib_ratio, ttft_16k_ratio, missed}'"
+)
+SCHEDULER_EPILOG = (
+    "Example: kvhearth bench scheduler --engine-python /opt/vllm/bin/python --json | "
+    "tail -n 1 | jq '{decode_step_share, full_hit_admission_us, missed}'"
 )
 STALLS_EPILOG = (
     "Example: kvhearth bench stalls --json | tail -n 1 | jq '{longest_call_cpu_ms, missed}'"
@@ -267,6 +275,58 @@ def stalls_tables(found: Found) -> Iterator[Table]:
     yield made
 
 
+def gpu(
+    as_json: AsJson = False,
+    plot: Plot = None,
+    quick: Annotated[
+        bool, _quick("Measure the bandwidth of fewer cells, and prompts up to 16k tokens.")
+    ] = False,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Run small sizes on the CPU, without a GPU; the figures mean nothing.",
+        ),
+    ] = False,
+) -> None:
+    """Measure copies between a GPU and the arena against pinned memory, and the
+    time to the first token of an 8B Llama whose prompt is computed or loaded.
+
+    Starts its own daemon and engines, on the first CUDA device. Takes up to a
+    fifth of an hour, 12 GiB of memory and 30 GiB of the device. Missing a
+    target is not an error: `missed` names those figures.
+    """
+    from kvhearth_lab.bench.gpu.figures import draw
+    from kvhearth_lab.bench.gpu.run import run
+
+    _check(plot)
+    with cleaned_up():
+        found = {**run(quick=quick, rehearse=rehearse), "quick": quick}
+    _report(found, gpu_tables(found), draw, plot, as_json=as_json, beside=True)
+
+
+def gpu_tables(found: Found) -> Iterator[Table]:
+    """Yield the figures, the rows of the bandwidth, and those of the prompts."""
+    from kvhearth_lab.bench.gpu.figures import BENCH_FIGURES
+
+    if not found["rehearsal"]:
+        yield _figure_table(found, BENCH_FIGURES)
+    columns = ("layout", "blocks", "scattered", "direction", "method")
+    numbers = ("gbs", "ratio", "call_us_block", "cpu_us_block")
+    made = table(*columns, *numbers, right=("blocks", *numbers))
+    for each in found["bandwidth"]["rows"]:
+        row(made, *(str(each[name]) for name in columns), *(_text(each[name]) for name in numbers))
+    yield made
+    names = ("cold_s", "warm_s", "ratio", "lookup_s", "logit_diff_max")
+    prompts = table("tokens", *names, right=("tokens", *names))
+    prompts.title, prompts.title_justify = found["ttft"]["model"], "left"
+    for tokens, each in found["ttft"]["rows"].items():
+        row(prompts, tokens, *(_text(each[name], 4) for name in names))
+    yield prompts
+    skipped = {**found["bandwidth"]["unmeasured"], **found["ttft"]["left_out"]}
+    yield from _skipped({"skipped": skipped})
+
+
 EnginePython = Annotated[
     Path,
     typer.Option(
@@ -355,6 +415,45 @@ def ttft_tables(found: Found) -> Iterator[Table]:
         row(rest, "skipped", f"{name}: {reason}")
     if rest.row_count:
         yield rest
+
+
+def scheduler(
+    *,
+    engine_python: EnginePython,
+    as_json: AsJson = False,
+    plot: Plot = None,
+    quick: Annotated[bool, _quick("Run few requests of short prompts, as a smoke test.")] = False,
+) -> None:
+    """Measure the processor time of vLLM's scheduler thread: its steps with
+    KVHearth's connector, with vLLM's own offloading, and with none, in turns.
+
+    The scheduler is vLLM's own and the daemon is real; the workers are faked and
+    copy nothing. Starts its own daemons and three engines without a model.
+    """
+    from kvhearth_lab.bench.scheduler.figures import FULL, QUICK, draw
+    from kvhearth_lab.bench.scheduler.run import run
+
+    _check(plot)
+    if not os.access(engine_python, os.X_OK):
+        raise _bad(f"--engine-python: no interpreter at {engine_python}")
+    with cleaned_up():
+        found = {**run(engine_python, QUICK if quick else FULL, note), "quick": quick}
+    _report(found, scheduler_tables(found), draw, plot, as_json=as_json, beside=True)
+
+
+def scheduler_tables(found: Found) -> Iterator[Table]:
+    """Yield the figures, then each side's times."""
+    from kvhearth_lab.bench.scheduler.figures import FIGURES
+
+    yield _figure_table(found, FIGURES)
+    heads = ("tokens", "side", "decode step us", "in it us", "full hit us", "zero hit us", "again")
+    made = table(*heads, right=heads[2:])
+    for prompt, sides in found["sides"].items():
+        for side, values in sides.items():
+            decode, hit, zero = values["decode"], values["full_hits"], values["zero_hits"]
+            times = decode["step_us"], decode["connector_us"], hit["admission_us"]
+            row(made, prompt, side, *map(_text, (*times, zero["admission_us"], hit["deferred"])))
+    yield made
 
 
 # -- parts of several ------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from kvhearth_lab.hostile.figures import LATE_S, Calls, Row, least, only_slow, s
 UID_A, UID_B, UID_NOBODY = 61001, 61002, 65534
 TENANT_MIB = 64
 PAGE_BYTES = 16 << 10
-REPEATS_MAX = 3
+REPEATS_MAX = 5
 IDLE_SHARE, UNDER_SHARE, AFTER_SHARE = 0.35, 0.5, 0.15
 IDLE_S_LEAST, UNDER_S_LEAST, AFTER_S_LEAST = 1.0, 1.5, 0.5
 SETTLE_S = 10.0

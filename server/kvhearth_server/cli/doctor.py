@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from kvhearth import native
 from kvhearth.errors import KVHearthError
 from kvhearth_server.cli.app import exit_code
 from kvhearth_server.cli.machine import Drive, Machine
@@ -293,10 +294,16 @@ def _arena_place(settings: Settings) -> Filesystem | None:
 
 
 def transparent(look: Look) -> Iterator[Finding]:
-    """Check transparent huge pages for memfds: the second best, if hugetlb pages run short."""
-    setting = look.machine.memory.shmem_thp() or "not there"
-    allowed = look.machine.memory.memfd_thp_allowed()
-    yield graded(allowed, "thp", f"shmem_enabled is {setting}", THP_FIX)
+    """Check transparent huge pages for memfds, also by a trial: the second best, if hugetlb pages
+    run short.
+    """
+    memory = look.machine.memory
+    found = f"shmem_enabled is {memory.shmem_thp() or 'not there'}, pages "
+    if error := look.machine.collapse():
+        found += f"cannot be collapsed ({os.strerror(error)}; MADV_COLLAPSE needs Linux 6.1)"
+    else:
+        found += f"of {size(memory.thp_bytes())} are collapsed out of small ones (MADV_COLLAPSE)"
+    yield graded(not error or memory.memfd_thp_allowed(), "thp", found, THP_FIX)
 
 
 def descriptors(look: Look) -> Iterator[Finding]:
@@ -377,6 +384,12 @@ def versions(look: Look) -> Iterator[Finding]:
         yield graded(package.enough, f"version.{package.name}", found, fix, Grade.FAIL)
 
 
+def native_module(look: Look) -> Iterator[Finding]:
+    """Check the native module, without which copies and lookups run in numpy."""
+    found, _, fix = (look.machine.native_problem() or "in use").partition("; ")
+    yield graded(found == "in use", "native", found, fix or f"unset {native.VARIABLE}")
+
+
 CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     hugepages,
     memory_left,
@@ -386,6 +399,7 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     *SSD_CHECKS,
     gpu_driver,
     directories,
+    native_module,
     versions,
 )
 """The table of checks. A check yields one finding or more."""

@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvhearth import native
 from kvhearth_server.memory.mapping import MIB, HugePool, KernelMemory
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, ProbeResult, probe
 
@@ -280,6 +281,16 @@ class Machine:
             except OSError:
                 return False
         return True
+
+    def collapse(self) -> int:
+        """Collapse pages of a memfd into a huge page (MADV_COLLAPSE); return the error's number, 0
+        for none.
+        """
+        return KernelMemory().collapses()
+
+    def native_problem(self) -> str | None:
+        """Return why the native module is not in use, or None if it is."""
+        return native.available()
 
     def packages(self) -> list[Installed]:
         """Return the packages that the daemon needs."""

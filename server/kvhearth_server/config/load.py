@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
 from kvhearth import failpoints as faults
+from kvhearth import native
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.model import (
     ENV_PREFIX,
@@ -200,7 +201,8 @@ def unread_environment() -> list[str]:
     They are worth a warning and not a refusal: Kubernetes sets ``KVHEARTH_PORT`` and the like in
     every pod beside a Service of that name.
     """
-    known = {CONFIG_ENV, faults.ENVIRONMENT_NAME, faults.DISK_ENVIRONMENT_NAME}
+    of_tests = {faults.ENVIRONMENT_NAME, faults.DISK_ENVIRONMENT_NAME}
+    known = {CONFIG_ENV, native.VARIABLE, *of_tests}
     known |= {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     return sorted(n for n in os.environ if n.startswith(ENV_PREFIX) and n not in known)
 

@@ -126,6 +126,11 @@ class Settings(BaseSettings):
         gt=0,
         description="Memory limit of one namespace; at most half of it reserved. Default: none.",
     )
+    shared_index: bool = Field(
+        False,
+        description="Let engines on this host find blocks in a read-only table, without a call. "
+        "Takes up to 0.5 % of memory; needs the native module.",
+    )
     keys_max: int = Field(
         8192, ge=1, le=1 << 20, description="Maximum number of keys in one request."
     )

@@ -170,6 +170,11 @@ class EventLog:
         """Number of the next event."""
         return self._next
 
+    @property
+    def has_readers(self) -> bool:
+        """Whether keys of new events are kept."""
+        return self._readers > 0
+
     def subscribe(self) -> int:
         """Start keeping events; returns the cursor to read from."""
         self._readers += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +16,34 @@ from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState, flat
 
 
+class Chains(NamedTuple):
+    """Chains of a commit's keys.
+
+    Attributes:
+        starts: (m,), each chain's first position, ascending from 0.
+        parents: m keys before those positions; an empty one stands for none.
+    """
+
+    starts: I64
+    parents: list[bytes]
+
+    def part(self, begin: int, end: int, before: bytes) -> Chains:
+        """Return the chains of the keys from ``begin`` to ``end``; ``before`` is the key before
+        them.
+        """
+        first, last = np.searchsorted(self.starts, (begin, end)).tolist()
+        starts, parents = self.starts[first:last] - begin, self.parents[first:last]
+        if not len(starts) or starts[0]:
+            starts, parents = np.concatenate(([0], starts)), [before, *parents]
+        return Chains(starts, parents)
+
+
 @dataclass(frozen=True)
 class CommitItem:
-    """Keys of one KV group to bind; slots (n, shards), checksums (n, shards, 16) or None."""
+    """Keys of one KV group to bind; slots (n, shards), checksums (n, shards, 16) or None.
+
+    The keys are one chain after ``parent`` (empty: none), or several ``chains``.
+    """
 
     kv_group: int
     keys: list[bytes]
@@ -25,16 +51,19 @@ class CommitItem:
     generations: U32
     checksums: U8 | None
     parent: bytes
+    chains: Chains | None = None
 
     def part(self, begin: int, end: int) -> CommitItem:
         """Return the commit of some of the keys; the key before them is their parent."""
+        before = self.keys[begin - 1] if begin else self.parent
         return CommitItem(
             self.kv_group,
             self.keys[begin:end],
             self.slots[begin:end],
             self.generations[begin:end],
             None if self.checksums is None else self.checksums[begin:end],
-            self.keys[begin - 1] if begin else self.parent,
+            before,
+            None if self.chains is None else self.chains.part(begin, end, before),
         )
 
 
@@ -135,6 +164,9 @@ class Binder:
     def _chain(self, namespace: Namespace, item: CommitItem, heads: I64, fresh: Bools) -> None:
         """Link new blocks to their predecessors; keys come root first."""
         chains, index = self._state.chains, self._state.index
+        if item.chains is not None:
+            self._chain_several(namespace, item, item.chains, heads, fresh)
+            return
         if item.parent:
             before = int(index.find(namespace.number, item.kv_group, [item.parent])[0])
             if before >= 0 and fresh[0] and before not in heads[fresh]:
@@ -145,6 +177,33 @@ class Binder:
         for position in np.flatnonzero(fresh[1:]) + 1:
             if heads[position - 1] != heads[position]:
                 chains.link(int(heads[position - 1]), int(heads[position]))
+
+    def _chain_several(
+        self, namespace: Namespace, item: CommitItem, chains: Chains, heads: I64, fresh: Bools
+    ) -> None:
+        """Link new blocks of several chains to their predecessors.
+
+        Links are made one by one: predecessors may have children already, or be one another's.
+        """
+        state = self._state
+        before = np.concatenate(([-1], heads[:-1]))
+        before[chains.starts] = -1
+        known = [at for at, parent in enumerate(chains.parents) if parent]
+        if known:
+            parents = [chains.parents[at] for at in known]
+            before[chains.starts[known]] = state.index.find(
+                namespace.number, item.kv_group, parents
+            )
+        new = set(heads[fresh].tolist())
+        done: set[int] = set()
+        link = state.chains.link
+        for head, parent, is_new in zip(
+            heads.tolist(), before.tolist(), fresh.tolist(), strict=True
+        ):
+            # A new block is linked after its predecessor, or two of them could be a ring.
+            if is_new and parent >= 0 and parent != head and (parent in done or parent not in new):
+                link(parent, head)
+            done.add(head)
 
     def _record(
         self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvhearth.errors import Reason
-from kvhearth.model import U32
+from kvhearth.model import I64, U32
 from kvhearth_server.core.actions import Catalogue
 from kvhearth_server.core.check_books import Holders, book_portions, check_books
 from kvhearth_server.core.evictor import Evictor
@@ -36,9 +36,11 @@ class Core:
         generation: U32 | None = None,
         *,
         hash_seed: int = 0,
+        slab_nodes: I64 | None = None,
     ) -> None:
+        """Make a core; ``slab_nodes`` is the NUMA node of each slab, by default one for all."""
         slots = np.zeros(geometry.slot_count, np.uint32) if generation is None else generation
-        self.state = CoreState(geometry, limits, slots, hash_seed)
+        self.state = CoreState(geometry, limits, slots, hash_seed, slab_nodes)
         self.evictor = Evictor(self.state)
         self.membership = Membership(self.state)
         self.writing = Writing(self.state, self.evictor)

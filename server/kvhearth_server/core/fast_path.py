@@ -1,6 +1,6 @@
 """Fast paths of commit and lookup: one key in one slot, and lookups of whole prefixes.
 
-``One`` and ``Singles`` serve engines that decode, a block at a time. They do the work of
+``SingleCommit`` and ``SingleFastPath`` serve engines that decode, a block at a time. They replace
 ``reservations``, ``commit`` and ``lookup`` with a few plain numbers instead of some hundred calls
 of numpy. Only plain requests that succeed are handled here. For everything else the answer is "no"
 with nothing changed, and the general path decides, refuses and words the error.
@@ -29,7 +29,7 @@ _BOUND = (State.COMMITTED, State.SUMMED)
 _FULL, _STORED = GroupKind.FULL, EventKind.STORED
 
 
-class One(NamedTuple):
+class SingleCommit(NamedTuple):
     """One key of a KV group to bind to one slot; ``checksum`` and ``parent`` may be empty."""
 
     kv_group: int
@@ -40,7 +40,7 @@ class One(NamedTuple):
     parent: bytes
 
 
-class Asked(NamedTuple):
+class SingleLookup(NamedTuple):
     """One key of a KV group to be leased."""
 
     kv_group: int
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
     lease_id: int
 
 
-class Singles:
+class SingleFastPath:
     """Fast path for single blocks of attached schedulers."""
 
     def __init__(self, state: CoreState) -> None:
@@ -75,7 +75,7 @@ class Singles:
         self._pins = table.pins.data
         self._checksum = table.checksum.view(np.uint8).data
 
-    def commit(self, group: Group, namespace: Namespace, one: One) -> bool:
+    def commit(self, group: Group, namespace: Namespace, one: SingleCommit) -> bool:
         """Bind one new key to its slot; False, with nothing changed, if the general path must
         decide. The checksum has its full length or is empty.
         """
@@ -106,7 +106,25 @@ class Singles:
             state.writeback_queue.offer(np.array([slot], np.int64))
         return True
 
-    def lookup(self, group: Group, namespace: Namespace, asked: Asked) -> int:
+    def are_reserved(
+        self, group: Group, namespace: Namespace, ones: Sequence[SingleCommit]
+    ) -> bool:
+        """Whether the group holds each block's slot, none of them twice, for blocks of its size."""
+        sizes: dict[int, int] = {}
+        for kv_group, key, slot, generation, _, parent in ones:
+            size = sizes.get(kv_group)
+            if size is None:
+                spec = self._spec(namespace, kv_group)
+                if spec is None:
+                    return False
+                size = sizes[kv_group] = self._state.slot_bytes(spec)
+            if len(parent) not in (0, len(key)):
+                return False
+            if not self._is_reserved(group, slot, generation, size):
+                return False
+        return len({one.slot for one in ones}) == len(ones)
+
+    def lookup(self, group: Group, namespace: Namespace, asked: SingleLookup) -> int:
         """Lease one key's block and count the lookup; returns its head, or -1.
 
         -1 means that the general path must decide. The caller enters the lease and marks the block
@@ -182,7 +200,7 @@ class Singles:
             and self._slab_slot_bytes[slot // self._stride] == size
         )
 
-    def _fill(self, namespace: Namespace, one: One) -> None:
+    def _fill(self, namespace: Namespace, one: SingleCommit) -> None:
         slot, checksum = one.slot, one.checksum
         self._namespace[slot] = namespace.number
         self._group[slot] = one.kv_group
@@ -196,7 +214,7 @@ class Singles:
         self._checksum[start : start + CHECKSUM_BYTES] = checksum
         self._slot_state[slot] = _SUMMED
 
-    def _announce(self, namespace: Namespace, one: One, page_bytes: int) -> None:
+    def _announce(self, namespace: Namespace, one: SingleCommit, page_bytes: int) -> None:
         state, slot, summed = self._state, one.slot, bool(one.checksum)
         state.sequence += 1
         self._sequence[slot] = state.sequence
@@ -229,14 +247,14 @@ _SUMMED_WHOLE = bytes([State.SUMMED])
 _ONE = np.uint32(1)
 
 
-class Whole(NamedTuple):
+class PrefixHit(NamedTuple):
     """A leased result: its slots, ascending, and the extents in the order of the keys."""
 
     slots: I64
     extents: Records
 
 
-class Wholes:
+class PrefixFastPath:
     """Fast path for lookups of attached schedulers that find all keys."""
 
     def __init__(self, state: CoreState) -> None:
@@ -249,7 +267,7 @@ class Wholes:
         kv_group: int,
         keys: Sequence[bytes],
         lease_id: int,
-    ) -> Whole | None:
+    ) -> PrefixHit | None:
         """Lease the blocks of all keys, mark them as used and count the lookup.
 
         The caller enters the lease. Returns None, with nothing changed, if the general path must
@@ -280,7 +298,7 @@ class Wholes:
             extents = table.extents_beside(found, spec.page_bytes)
         else:
             extents = table.extents(found, spec.page_bytes, summed=True)
-        return Whole(numbers(rows), extents)
+        return PrefixHit(numbers(rows), extents)
 
     def _may_lease(self, group: Group, lease_id: int, count: int) -> bool:
         if lease_id in group.leases or lease_id in group.released_early:

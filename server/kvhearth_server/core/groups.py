@@ -150,13 +150,16 @@ _ATTACHED = MemberState.ATTACHED
 
 @dataclass
 class Member:
-    """One attached process; ``rank`` is -1 for one that moves no bytes."""
+    """One attached process; ``rank`` is -1 for one that moves no bytes, ``node`` the NUMA node that
+    it copies from, -1 if that is not known.
+    """
 
     session: int
     rank: int
     scheduler: bool
     mapped: bool
     state: MemberState = MemberState.ATTACHED
+    node: int = -1
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,14 @@ class Group:
     def drained(self) -> bool:
         """Whether no member may still be writing."""
         return all(m.state is MemberState.DRAINED for m in self.members.values())
+
+    def nodes(self, shards: int) -> list[int]:
+        """NUMA node of the rank that copies each shard of a block; -1 where it is not known.
+
+        Blocks of fewer shards than ranks are copied by any of them: the first one counts.
+        """
+        by_rank = {member.rank: member.node for member in self.attached}
+        return [by_rank.get(rank, -1) for rank in range(shards)]
 
     def remember(self, reservation_id: int, handed: list[SlotGrant]) -> None:
         """Record the grants of a reservation, for a client that asks again or never saw the answer.

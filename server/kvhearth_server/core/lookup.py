@@ -18,7 +18,7 @@ import numpy as np
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U8, U32, Bools, Records, Tier
-from kvhearth_server.core.fast_path import Asked, Singles, Wholes
+from kvhearth_server.core.fast_path import PrefixFastPath, SingleFastPath, SingleLookup
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lower_tier import PromotionRequest
@@ -183,8 +183,8 @@ class Reading:
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._singles = Singles(state)
-        self._wholes = Wholes(state)
+        self._single_path = SingleFastPath(state)
+        self._prefix_path = PrefixFastPath(state)
 
     def lookup(
         self,
@@ -250,7 +250,7 @@ class Reading:
         if epoch != namespace.epoch:
             return None
         count = len(item.keys)
-        whole = self._wholes.lookup(group, namespace, item.kv_group, item.keys, lease_id)
+        whole = self._prefix_path.lookup(group, namespace, item.kv_group, item.keys, lease_id)
         if whole is None:
             return None
         self._state.ledger.segments[group.segment].leases += 1
@@ -261,21 +261,21 @@ class Reading:
         return Found(lease_id, hit, [presence], None, [])
 
     def lookup_one(
-        self, group: Group, namespace: Namespace, one: Asked, now: float
+        self, group: Group, namespace: Namespace, one: SingleLookup, now: float
     ) -> bytes | None:
         """Fast path of ``lookup`` with a lease for one key of a session of a living group.
 
         Returns its extent, or None, with nothing changed, if ``lookup`` must decide.
         """
-        head = self._singles.lookup(group, namespace, one)
+        head = self._single_path.lookup(group, namespace, one)
         if head < 0:
             return None
-        self._singles.mark_used(head)
+        self._single_path.mark_used(head)
         self._state.ledger.segments[group.segment].leases += 1
         group.leases.enter_one(one.lease_id, head)
         group.leased_at[one.lease_id] = now
         spec = namespace.contract.groups[one.kv_group]
-        return self._singles.extent(head, spec.page_bytes)
+        return self._single_path.extent(head, spec.page_bytes)
 
     def presence(
         self, session: int, epoch: int, items: list[KeysItem]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +38,13 @@ class PromotionRequest:
     spec: GroupSpec
     keys: list[bytes]
     parents: list[bytes]
+
+    def split(self, count: int) -> tuple[PromotionRequest, PromotionRequest | None]:
+        """Split off the first ``count`` blocks; the second part is None if there are no more."""
+        if len(self.keys) <= count:
+            return self, None
+        head = replace(self, keys=self.keys[:count], parents=self.parents[:count])
+        return head, replace(self, keys=self.keys[count:], parents=self.parents[count:])
 
 
 _SUMMED = int(State.SUMMED)

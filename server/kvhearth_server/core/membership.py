@@ -22,7 +22,7 @@ from kvhearth_server.core.state import CoreState, require
 class Joining:
     """A session that wants to attach, as established by the shell.
 
-    ``tenant`` comes from the peer's identity.
+    ``tenant`` comes from the peer's identity; ``node`` is the NUMA node it copies from, or -1.
     """
 
     session: int
@@ -33,6 +33,7 @@ class Joining:
     rank: int
     incarnation: int
     mapped: bool
+    node: int = -1
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,13 @@ class Membership:
         else:
             namespace = state.namespaces.get(group.namespace)
             self._check_place(group, namespace, joining)
-        member = Member(joining.session, joining.rank, joining.scheduler, joining.mapped)
+        member = Member(
+            joining.session,
+            joining.rank,
+            joining.scheduler,
+            joining.mapped,
+            node=joining.node,
+        )
         state.groups.join(group, member)
         sessions.add(joining.tenant, 1)
         if state.namespaces.version != version:
@@ -114,7 +121,7 @@ class Membership:
         member.state = MemberState.DRAINED if quiet else MemberState.GONE
         if not group.ended and (member.scheduler or not group.attached):
             self._end(group)
-        self.settle(group)
+        self.release_quarantine(group)
 
     def drained(self, session: int) -> None:
         """Note that a session that left without a word can no longer write.
@@ -127,7 +134,7 @@ class Membership:
         member = group.members[session]
         if member.state is MemberState.GONE:
             member.state = MemberState.DRAINED
-        self.settle(group)
+        self.release_quarantine(group)
 
     def _check_shape(self, joining: Joining) -> None:
         contract, state = joining.contract, self._state
@@ -192,7 +199,7 @@ class Membership:
         group.unfinished.clear()
         group.pending_aborts.clear()
 
-    def settle(self, group: Group) -> None:
+    def release_quarantine(self, group: Group) -> None:
         """Free the quarantined slots of an ended group once no member can write.
 
         Drained members are forgotten; otherwise a rank that comes and goes would leave a record

@@ -199,10 +199,6 @@ class Namespaces:
             return self._next
         return next(n for n in range(1, NUMBER_MAX + 1) if n not in self._by_number)
 
-    def forget_one(self) -> bool:
-        """Forget a namespace without blocks and engines; False if there is none."""
-        return any(self._forget_of(tenant) for tenant in self._tenants())
-
     def _forget_of(self, tenant: str) -> bool:
         for space in self._by_number.values():
             if (

@@ -13,7 +13,7 @@ from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
 from kvhearth_server.core.actions import EventKind, Mark, Summed
 from kvhearth_server.core.commit import Binder, CommitItem
 from kvhearth_server.core.evictor import Evictor
-from kvhearth_server.core.fast_path import One, Singles
+from kvhearth_server.core.fast_path import SingleCommit, SingleFastPath
 from kvhearth_server.core.groups import Group, SlotGrant, Unfinished
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.membership import quarantine, take_from_quarantine
@@ -52,7 +52,7 @@ class Writing:
         self._state = state
         self._evictor = evictor
         self._binder = Binder(state)
-        self._singles = Singles(state)
+        self._single_path = SingleFastPath(state)
 
     def reserve(
         self,
@@ -199,7 +199,7 @@ class Writing:
         if can < count * spec.shards:
             count, bound = can // spec.shards, Reason.NO_SPACE
             cut |= evictor.cut_short
-        slots = state.pools[segment].take(size, count * spec.shards)
+        slots = self._take(group, size, count, spec.shards)
         if len(slots):
             state.table.state[slots] = State.RESERVED
             state.table.owner[slots] = group.number
@@ -207,6 +207,16 @@ class Writing:
             group.stock_bytes += added
             namespace.used_bytes += added
         return slots.reshape(count, spec.shards), bound, cut
+
+    def _take(self, group: Group, slot_bytes: int, count: int, shards: int) -> I64:
+        """Take free slots for ``count`` blocks, flat, each shard near the rank that writes it."""
+        pool = self._state.pools[group.segment]
+        if not pool.has_nodes:
+            return pool.take(slot_bytes, count * shards)
+        nodes = group.nodes(shards)
+        if len(set(nodes)) == 1:
+            return pool.take(slot_bytes, count * shards, nodes[0])
+        return np.stack([pool.take(slot_bytes, count, node) for node in nodes], axis=1).reshape(-1)
 
     def _stock_share(self, group: Group) -> int:
         """Bytes that the engine may still reserve beside the other engines of its tenant.
@@ -305,12 +315,30 @@ class Writing:
         self.check_held(group, held, (State.RESERVED,))
         return self._binder.bind(group, namespace, item)
 
-    def commit_one(self, group: Group, namespace: Namespace, epoch: int, one: One) -> bool:
+    def commit_one(self, group: Group, namespace: Namespace, epoch: int, one: SingleCommit) -> bool:
         """Fast path of ``commit`` for one key of a session of a living group.
 
         Returns False, with nothing changed, if ``commit`` must decide.
         """
-        return epoch == namespace.epoch and self._singles.commit(group, namespace, one)
+        return epoch == namespace.epoch and self._single_path.commit(group, namespace, one)
+
+    def commit_few(
+        self, group: Group, namespace: Namespace, epoch: int, ones: list[SingleCommit]
+    ) -> list[bool] | None:
+        """Fast path of ``commit`` for one block of each of several chains.
+
+        Returns for each block whether it was bound now; None, with nothing changed, if ``commit``
+        must decide.
+        """
+        if epoch != namespace.epoch or not self._single_path.are_reserved(group, namespace, ones):
+            return None
+        stored = []
+        for one in ones:
+            bound = self._single_path.commit(group, namespace, one)
+            if not bound:  # its key is known, perhaps of an older epoch
+                bound = bool(self._binder.bind(group, namespace, _item_of(one)).all())
+            stored.append(bound)
+        return stored
 
     def _check_item(self, group: Group, namespace: Namespace, item: CommitItem) -> None:
         state = self._state
@@ -402,8 +430,9 @@ class Writing:
         heads = kept[:, 0]
         state.writeback_queue.offer(heads)
         pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
-        for pair in np.unique(pairs):
-            keys = state.index.keys(heads[pairs == pair])
+        same = len(heads) == np.count_nonzero(pairs == pairs[0])
+        for pair in pairs[:1] if same else np.unique(pairs):
+            keys = state.index.keys(heads[pairs == pair]) if state.events.has_readers else []
             state.events.append(
                 EventKind.STORED, int(pair) // 256, int(pair) % 256, keys, tier="dram"
             )
@@ -465,6 +494,13 @@ class Writing:
             state.namespaces.get(group.namespace).used_bytes -= size
             state.free_slots(group.segment, reserved_slots)
         return len(slots), 0
+
+
+def _item_of(one: SingleCommit) -> CommitItem:
+    """Convert to the general form."""
+    sums = np.frombuffer(one.checksum, np.uint8).reshape(1, 1, -1) if one.checksum else None
+    slots, generations = np.array([[one.slot]]), np.array([[one.generation]], np.uint32)
+    return CommitItem(one.kv_group, [one.key], slots, generations, sums, one.parent)
 
 
 class Commit:

@@ -10,7 +10,7 @@ uses zero for "nothing".
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,6 +176,8 @@ class SlotTable:
         self.slab_slot_bytes = np.zeros(slabs, np.int64)
         self.slab_segment = np.zeros(slabs, np.int64)
         self.slab_first = np.zeros(slabs, np.int64)
+        self.slab_node = np.zeros(slabs, np.int64)
+        """NUMA node of each slab's memory; set before any slab is assigned."""
         for index, segment in enumerate(self.geometry.segments):
             span = slice(segment.first_slab, segment.first_slab + segment.slabs)
             self.slab_segment[span] = index
@@ -326,6 +328,21 @@ class _SizeClass:
         self.count = len(kept)
 
 
+@dataclass
+class _Node:
+    """Free slots by size, and slabs without a size, of one NUMA node.
+
+    ``unassigned`` is a dict, because adoption takes slabs out of the middle.
+    """
+
+    classes: dict[int, _SizeClass] = field(default_factory=dict)
+    unassigned: dict[int, None] = field(default_factory=dict)
+
+    def free_count(self, slot_bytes: int) -> int:
+        found = self.classes.get(slot_bytes)
+        return found.count if found else 0
+
+
 class SlabPool:
     """Allocator of one segment; does not decide on eviction."""
 
@@ -340,27 +357,38 @@ class SlabPool:
         self.end_slab = shape.first_slab + shape.slabs
         self._stride = geometry.stride
         self._slab_bytes = geometry.slab_bytes
-        self._classes: dict[int, _SizeClass] = {}
         self.slab_used = np.zeros(shape.slabs, np.int64)
-        # A dict, because adoption takes slabs out of the middle; the last one is assigned next.
-        self._unassigned = dict.fromkeys(range(self.end_slab - 1, self.first_slab - 1, -1))
+        nodes = table.slab_node[self.first_slab : self.end_slab].tolist()
+        self._nodes = {node: _Node() for node in sorted(set(nodes))}
+        self._first = self._nodes[nodes[0]]
+        # The last one is assigned next.
+        for slab in range(self.end_slab - 1, self.first_slab - 1, -1):
+            self._node_of(slab).unassigned[slab] = None
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether the segment lies on several NUMA nodes."""
+        return len(self._nodes) > 1
 
     @property
     def unassigned_count(self) -> int:
         """Number of slabs that no slot size holds."""
-        return len(self._unassigned)
+        return sum(len(node.unassigned) for node in self._nodes.values())
 
     @property
     def largest_free_bytes(self) -> int:
         """Size of the largest slot that could be taken without evicting anything."""
-        if self._unassigned:
+        if self.unassigned_count:
             return self._slab_bytes
-        return max((size for size, found in self._classes.items() if found.count), default=0)
+        return max((size for size, found in self._every_class() if found.count), default=0)
+
+    def _every_class(self) -> Iterator[tuple[int, _SizeClass]]:
+        for node in self._nodes.values():
+            yield from node.classes.items()
 
     def free_count(self, slot_bytes: int) -> int:
         """Number of free slots of a size, without taking another slab."""
-        found = self._classes.get(slot_bytes)
-        return found.count if found else 0
+        return sum(node.free_count(slot_bytes) for node in self._nodes.values())
 
     def slots_per_slab(self, slot_bytes: int) -> int:
         """Number of slots in a slab of this size."""
@@ -368,22 +396,47 @@ class SlabPool:
 
     def can_take(self, slot_bytes: int) -> int:
         """Number of slots that could be taken without evicting anything."""
-        return self.free_count(slot_bytes) + len(self._unassigned) * self.slots_per_slab(slot_bytes)
+        return self.free_count(slot_bytes) + self.unassigned_count * self.slots_per_slab(slot_bytes)
 
-    def take(self, slot_bytes: int, count: int) -> I64:
-        """Take up to ``count`` free slots, assigning slabs as needed; their state stays FREE."""
-        found = self._class_of(slot_bytes)
-        while found.count < count and self._unassigned:
-            self.assign(self._unassigned.popitem()[0], slot_bytes)
-        slots = found.pop(min(count, found.count))
+    def take(self, slot_bytes: int, count: int, node: int = -1) -> I64:
+        """Take up to ``count`` free slots, assigning slabs as needed; their state stays FREE.
+
+        Slots on NUMA node ``node`` come first, then those of the nodes with most room.
+        """
+        if len(self._nodes) == 1:
+            slots = self._take_on(self._first, slot_bytes, count)
+        else:
+            slots = self._take_near(slot_bytes, count, node)
         np.add.at(self.slab_used, slots // self._stride - self.first_slab, 1)
         return slots
 
-    def _class_of(self, slot_bytes: int) -> _SizeClass:
-        found = self._classes.get(slot_bytes)
+    def _take_near(self, slot_bytes: int, count: int, near: int) -> I64:
+        each = self.slots_per_slab(slot_bytes)
+
+        def order(item: tuple[int, _Node]) -> tuple[bool, int]:
+            number, node = item
+            return number != near, -node.free_count(slot_bytes) - len(node.unassigned) * each
+
+        taken, left = list[I64](), count
+        for _, node in sorted(self._nodes.items(), key=order):
+            taken.append(self._take_on(node, slot_bytes, left))
+            left -= len(taken[-1])
+        return np.concatenate(taken)
+
+    def _take_on(self, node: _Node, slot_bytes: int, count: int) -> I64:
+        found = self._class_of(node, slot_bytes)
+        while found.count < count and node.unassigned:
+            self.assign(node.unassigned.popitem()[0], slot_bytes)
+        return found.pop(min(count, found.count))
+
+    def _node_of(self, slab: int) -> _Node:
+        return self._nodes[self._table.slab_node.item(slab)]
+
+    def _class_of(self, node: _Node, slot_bytes: int) -> _SizeClass:
+        found = node.classes.get(slot_bytes)
         if found is None:
             slots_max = (self.end_slab - self.first_slab) * self.slots_per_slab(slot_bytes)
-            found = self._classes[slot_bytes] = _SizeClass(slots_max)
+            found = node.classes[slot_bytes] = _SizeClass(slots_max)
         return found
 
     def give(self, slots: I64) -> None:
@@ -391,13 +444,21 @@ class SlabPool:
         if not len(slots):
             return
         np.subtract.at(self.slab_used, slots // self._stride - self.first_slab, 1)
+        if len(self._nodes) == 1:
+            self._give_on(self._first, slots)
+            return
+        nodes = self._table.slab_node[self._table.slabs_of(slots)]
+        for number in np.unique(nodes).tolist():
+            self._give_on(self._nodes[number], slots[nodes == number])
+
+    def _give_on(self, node: _Node, slots: I64) -> None:
         sizes = self._table.slot_bytes_of(slots)
         first = int(sizes[0])
         if (sizes == first).all():
-            self._classes[first].push(slots[::-1])
+            node.classes[first].push(slots[::-1])
             return
         for size in np.unique(sizes):
-            self._classes[int(size)].push(slots[sizes == size][::-1])
+            node.classes[int(size)].push(slots[sizes == size][::-1])
 
     def assign(self, slab: int, slot_bytes: int, used: I64 | None = None) -> None:
         """Give a slab to a slot size; all its slots except ``used`` become free."""
@@ -408,11 +469,11 @@ class SlabPool:
         if used is not None:
             free[used - first] = False
         slots = np.flatnonzero(free)[::-1].astype(np.int64) + first
-        self._class_of(slot_bytes).push(slots)
+        self._class_of(self._node_of(slab), slot_bytes).push(slots)
 
     def adopt(self, slab: int, slot_bytes: int, used: I64) -> None:
         """Restore a slab after a restart: ``used`` are its slots that are not free."""
-        del self._unassigned[slab]
+        del self._node_of(slab).unassigned[slab]
         self.assign(slab, slot_bytes, used)
         self.slab_used[slab - self.first_slab] = len(used)
 
@@ -420,11 +481,11 @@ class SlabPool:
         """Take an empty slab from its slot size."""
         if self.slab_used[slab - self.first_slab]:
             raise ValueError(f"slab {slab} is not empty")
-        size = int(self._table.slab_slot_bytes[slab])
-        self._classes[size].drop_slab(slab, self._stride)
+        size, node = int(self._table.slab_slot_bytes[slab]), self._node_of(slab)
+        node.classes[size].drop_slab(slab, self._stride)
         self._table.slab_slot_bytes[slab] = 0
         self._sized(slab, 0)
-        self._unassigned[slab] = None
+        node.unassigned[slab] = None
 
     def slabs_of_others(self, slot_bytes: int) -> list[int]:
         """Slabs that other slot sizes hold, the emptiest first."""
@@ -449,7 +510,7 @@ class SlabPool:
     def check(self) -> None:
         """Raise ValueError if free stacks, slab counts and slot states disagree."""
         table = self._table
-        for size, found in self._classes.items():
+        for size, found in self._every_class():
             live = found.free[: found.count]
             ordered = np.sort(live)  # np.unique takes several times as long
             if (ordered[1:] == ordered[:-1]).any():
@@ -458,7 +519,12 @@ class SlabPool:
                 raise ValueError(f"size {size}: a slot on the free stack is not FREE")
             if len(live) and (table.slot_bytes_of(live) != size).any():
                 raise ValueError(f"size {size}: a free slot is in another size's slab")
-        free_total = sum(found.count for found in self._classes.values())
+        for number, node in self._nodes.items():
+            for found in node.classes.values():
+                slabs = table.slabs_of(found.free[: found.count])
+                if (table.slab_node[slabs] != number).any():
+                    raise ValueError(f"node {number}: a free slot lies on another node")
+        free_total = sum(found.count for _, found in self._every_class())
         used_total = 0
         for slab in range(self.first_slab, self.end_slab):
             used = int((table.state[self.slots_in(slab)] != State.FREE).sum())
@@ -470,5 +536,5 @@ class SlabPool:
         slots = int((self._slab_bytes // sizes[sizes > 0]).sum())
         if slots != free_total + used_total:
             raise ValueError(f"{slots} slots, but {free_total} free + {used_total} used")
-        if int((sizes == 0).sum()) != len(self._unassigned):
+        if int((sizes == 0).sum()) != self.unassigned_count:
             raise ValueError("unassigned slabs and their list disagree")

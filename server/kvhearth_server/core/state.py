@@ -61,9 +61,16 @@ class CoreState:
     """The daemon's whole state; only the core's modules change it."""
 
     def __init__(
-        self, geometry: Geometry, limits: Limits, generation: U32, hash_seed: int = 0
+        self,
+        geometry: Geometry,
+        limits: Limits,
+        generation: U32,
+        hash_seed: int = 0,
+        slab_nodes: I64 | None = None,
     ) -> None:
         self.table = SlotTable(geometry, generation)
+        if slab_nodes is not None:
+            self.table.slab_node[:] = slab_nodes
         self.actions: list[Action] = []
         self.pools = [
             SlabPool(self.table, i, self._slab_sized) for i in range(len(geometry.segments))

@@ -19,7 +19,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)
-class Portion:
+class WritebackBatch:
     """Blocks of one namespace, epoch and KV group that are to be written.
 
     ``slots`` (n, shards); ``generations`` (n,) of the heads; ``checksums`` (n, shards) of 16 bytes;
@@ -50,19 +50,19 @@ class Writeback:
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._portions: list[Portion] = []
+        self._batches: list[WritebackBatch] = []
 
     @property
     def payload_bytes(self) -> int:
         """Bytes being written."""
-        return sum(portion.payload_bytes for portion in self._portions)
+        return sum(batch.payload_bytes for batch in self._batches)
 
     def writes(self, namespace: Namespace) -> bool:
         """Whether blocks of a namespace are being written."""
-        return any(portion.namespace is namespace for portion in self._portions)
+        return any(batch.namespace is namespace for batch in self._batches)
 
-    def begin(self, slots_max: int, bytes_max: int) -> Portion | None:
-        """Take the longest-waiting blocks of one kind and hold them until ``settle``.
+    def begin(self, slots_max: int, bytes_max: int) -> WritebackBatch | None:
+        """Take the longest-waiting blocks of one kind and hold them until ``resolve``.
 
         Returns None if nothing waits, or nothing more may be held now. The segments take turns: a
         segment that may hold nothing more does not block the others.
@@ -71,13 +71,13 @@ class Writeback:
             slots_max, bytes_max: bounds; one block is always taken while no other is being written.
         """
         for segment in self._state.writeback_queue.segments():
-            portion = self._begin(segment, slots_max, bytes_max)
-            if portion is not None:
+            batch = self._begin(segment, slots_max, bytes_max)
+            if batch is not None:
                 self._state.writeback_queue.served(segment)
-                return portion
+                return batch
         return None
 
-    def _begin(self, segment: int, slots_max: int, bytes_max: int) -> Portion | None:
+    def _begin(self, segment: int, slots_max: int, bytes_max: int) -> WritebackBatch | None:
         state, table = self._state, self._state.table
         heads, generations = self._next(segment)
         if not len(heads):
@@ -90,7 +90,7 @@ class Writeback:
         kv_group = int(table.group[heads[0]])
         spec = namespace.contract.groups[kv_group]
         block = state.slot_bytes(spec) * spec.shards
-        room = max(bytes_max, 0 if self._portions else block)
+        room = max(bytes_max, 0 if self._batches else block)
         room = min(room, hold_room(state, segment))
         leases = state.limits.leased_slots_max - state.ledger.segments[segment].leased_slots
         most = max(1, slots_max // spec.shards)
@@ -104,7 +104,7 @@ class Writeback:
         table.copy_state[heads] = CopyState.WRITING
         links = table.parent[heads].astype(np.int64) - 1
         parents = np.where(links >= 0, table.sequence[np.maximum(links, 0)], np.uint64(0))
-        portion = Portion(
+        batch = WritebackBatch(
             namespace,
             kv_group,
             spec,
@@ -117,8 +117,8 @@ class Writeback:
             table.sequence[heads],
             parents,
         )
-        self._portions.append(portion)
-        return portion
+        self._batches.append(batch)
+        return batch
 
     def _next(self, segment: int) -> tuple[I64, U32]:
         """Take blocks of a segment that wait and are worth writing; none if no more wait."""
@@ -140,21 +140,23 @@ class Writeback:
         self._state.release_epoch += int(not current.all())
         return heads[current], generations[current]
 
-    def retreat(self, portion: Portion) -> None:
-        """Queue a portion again that the tier did not accept now."""
-        alive = self._end(portion)
-        heads = portion.slots[alive, 0]
+    def retreat(self, batch: WritebackBatch) -> None:
+        """Queue a batch again that the tier did not accept now."""
+        alive = self._end(batch)
+        heads = batch.slots[alive, 0]
         self._state.writeback_queue.put_back(heads, self._state.table.generation[heads].copy())
 
-    def settle(self, portion: Portion, *, saved: I64, refused: I64, wrong: I64, again: I64) -> int:
-        """Release a portion's slots from the tier and record the outcome by row.
+    def resolve(
+        self, batch: WritebackBatch, *, saved: I64, refused: I64, wrong: I64, again: I64
+    ) -> int:
+        """Release a batch's slots from the tier and record the outcome by row.
 
         Blocks of ``wrong`` rows do not match their checksums and are removed; ``again`` rows are
         queued again. Returns the number of saved blocks.
         """
         state = self._state
-        alive = self._end(portion)
-        heads = portion.slots[:, 0]
+        alive = self._end(batch)
+        heads = batch.slots[:, 0]
         state.table.copy_state[heads[saved][alive[saved]]] = CopyState.SAVED
         state.table.copy_state[heads[refused][alive[refused]]] = CopyState.REFUSED
         late = heads[again][alive[again]]
@@ -164,7 +166,7 @@ class Writeback:
             state.count("checksum_failures", len(bad), "demotion")
             remove_blocks(state, bad, Cause.CHECKSUM)
         state.count("demoted_blocks", len(saved))
-        state.count("demoted_bytes", len(saved) * portion.slots.shape[1] * portion.spec.page_bytes)
+        state.count("demoted_bytes", len(saved) * batch.slots.shape[1] * batch.spec.page_bytes)
         return len(saved)
 
     def lost(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> Bools:
@@ -181,14 +183,14 @@ class Writeback:
 
     def held(self, segment: int) -> list[I64]:
         """The slots that are being written."""
-        return [flat(each.slots) for each in self._portions if each.segment == segment]
+        return [flat(each.slots) for each in self._batches if each.segment == segment]
 
-    def _end(self, portion: Portion) -> Bools:
+    def _end(self, batch: WritebackBatch) -> Bools:
         """Release the slots; returns which blocks still live, (n,)."""
-        table, heads = self._state.table, portion.slots[:, 0]
-        self._portions.remove(portion)
-        alive = (table.generation[heads] == portion.generations) & (
+        table, heads = self._state.table, batch.slots[:, 0]
+        self._batches.remove(batch)
+        alive = (table.generation[heads] == batch.generations) & (
             table.copy_state[heads] == CopyState.WRITING
         )
-        unhold(self._state, portion.segment, flat(portion.slots))
+        unhold(self._state, batch.segment, flat(batch.slots))
         return np.asarray(alive)

@@ -82,15 +82,34 @@ class ChecksumWorkers:
             # The commit's answer goes first, then the engine: it may run on this processor.
             await asyncio.sleep(_SUM_AFTER_S)
             while engine.to_sum:
-                await self._sum_one(engine.to_sum[0])
-                engine.to_sum.popleft()
+                action, count = self._next_sums()
+                await self._sum_one(action)
+                for _ in range(count):
+                    engine.to_sum.popleft()
+
+    def _next_sums(self) -> tuple[Sum, int]:
+        """Return the next work and the number of actions in it. Those of many small commits are
+        done at once: handing over to a thread and back costs more than the sum of a small block.
+        """
+        queue, parts, blocks = self._engine.to_sum, list[Sum](), 0
+        for action in queue:
+            blocks += len(action.slots)
+            same = not parts or action.slots.shape[1] == parts[0].slots.shape[1]
+            if parts and (blocks > _SUM_BLOCKS_MAX or not same):
+                break
+            parts.append(action)
+        if len(parts) == 1:
+            return parts[0], 1
+        slots = np.concatenate([each.slots for each in parts])
+        return Sum(slots, np.concatenate([each.generations for each in parts])), len(parts)
 
     async def _sum_one(self, action: Sum) -> None:
         """Sum an action's blocks in portions; the core skips blocks that are gone by then."""
         engine = self._engine
         table = engine.core.state.table
         count, shards = action.slots.shape
-        step = _blocks_at_once(self._block_bytes(action.slots[0]))
+        sizes = table.slot_bytes_of(action.slots).sum(axis=1)
+        step = _blocks_at_once(int(sizes.max()))
         for start in range(0, count, step):
             slots = action.slots[start : start + step]
             generations = action.generations[start : start + step]
@@ -122,7 +141,8 @@ class ChecksumWorkers:
         table = state.table
         lengths = np.zeros(len(slots), np.int64)
         pairs = table.namespace[slots].astype(np.int64) * 256 + table.group[slots]
-        for pair in np.unique(pairs).tolist():
+        alike = len(slots) == np.count_nonzero(pairs == pairs[0])
+        for pair in (pairs[:1] if alike else np.unique(pairs)).tolist():
             contract = state.namespaces.get(pair // 256).contract
             lengths[pairs == pair] = contract.groups[pair % 256].page_bytes
         return lengths

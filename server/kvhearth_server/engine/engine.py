@@ -13,9 +13,11 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
+
+import numpy as np
 
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, KEY_BYTES_MAX, Contract
 from kvhearth.errors import KVHearthError, Reason
@@ -51,10 +53,13 @@ from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.engine.turns import Turns
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
+from kvhearth_server.memory.shared_index import SharedIndex, open_shared_index
 from kvhearth_server.observability.counters import Counters, Reported
+from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram, TickClock
 from kvhearth_server.tiers.base import Tier
 
+_log = get_logger("kvhearth.engine")
 _MESSAGE_FRAME_BYTES = 4096
 """Bytes of a message that are reserved for everything but keys and extents."""
 
@@ -92,6 +97,9 @@ class Attached:
 class Engine:
     """Core, arena and sessions of one daemon run."""
 
+    shared_index: SharedIndex | None = None
+    """Index that clients map; see ``share_index``."""
+
     def __init__(
         self,
         arena: Arena,
@@ -116,7 +124,13 @@ class Engine:
         self.reload: Callable[[], Awaitable[Reloaded]] = _nothing_to_reload
         """Reads the settings again and applies what may change; set by the start."""
         seed = secrets.randbits(64)
-        self.core = Core(arena.plan.geometry, limits, arena.generations.array, hash_seed=seed)
+        self.core = Core(
+            arena.plan.geometry,
+            limits,
+            arena.generations.array,
+            hash_seed=seed,
+            slab_nodes=arena.slab_nodes(),
+        )
         self.journal = arena.journal(self.core.state.table)
         self.sessions = Sessions()
         self.turns = Turns()
@@ -150,6 +164,15 @@ class Engine:
         self.adopt_s = now() - self.started_at
         self.write_catalogue()
 
+    def share_index(self) -> None:
+        """Write the index into memory that clients map, from now on. Logs why if that cannot be."""
+        index = open_shared_index(self.core.state)
+        if isinstance(index, str):
+            _log.info("shared_index.off", reason=index)
+            return
+        index.publish_all()
+        self.shared_index = index
+
     @property
     def limits(self) -> Limits:
         """Bounds of the core in force."""
@@ -169,12 +192,12 @@ class Engine:
             return function(*args, **kwargs)
         finally:
             self._act()
-            self.settle()
+            self.run_deferred()
 
     def call_deferred(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the core, but leave to ``settle`` the work that no answer waits for.
+        """Call the core, but leave to ``run_deferred`` the work that no answer waits for.
 
-        The caller answers and then calls ``settle`` before anything else runs on the loop.
+        The caller answers and then calls ``run_deferred`` before anything else runs on the loop.
         """
         try:
             return function(*args, **kwargs)
@@ -244,6 +267,7 @@ class Engine:
             hello.rank,
             hello.incarnation,
             hello.map_arena,
+            hello.numa_node,
         )
         lock_byte, descriptors = -1, list[int]()
         with contextlib.ExitStack() as undo:
@@ -253,6 +277,9 @@ class Engine:
                 lock_byte, descriptors = self._descriptors(segment)
                 for descriptor in descriptors:
                     undo.callback(os.close, descriptor)
+            for descriptor in self._index_descriptors(hello, segment):
+                undo.callback(os.close, descriptor)
+                descriptors.append(descriptor)
             session = Session(
                 number,
                 tenant,
@@ -273,11 +300,12 @@ class Engine:
             undo.pop_all()
         self.counters.add("sessions_opened")
         hit("attach.joined")
-        welcome = self._welcome(session, joined, mapped=bool(descriptors))
+        welcome = self._welcome(session, joined, hello)
         return Attached(session, hello, welcome, descriptors)
 
-    def _welcome(self, session: Session, joined: Joined, *, mapped: bool) -> Welcome:
-        size = self.arena.segments[session.segment]
+    def _welcome(self, session: Session, joined: Joined, hello: Hello) -> Welcome:
+        size, mapped = self.arena.segments[session.segment], hello.map_arena
+        index = self.shared_index if hello.shared_index else None
         return Welcome(
             boot_id=self.boot_id,
             session=session.number,
@@ -285,7 +313,7 @@ class Engine:
             incarnation=joined.group.incarnation,
             namespace=joined.namespace.digest.hex(),
             epoch=joined.namespace.epoch,
-            generation_count=self.arena.generations.count if mapped else 0,
+            generation_count=self.arena.generations.count if mapped or index else 0,
             keys_max=session.keys_max,
             message_bytes_max=self.shell.message_bytes_max,
             leases_max=self.limits.leases_max,
@@ -293,6 +321,9 @@ class Engine:
                 [SegmentInfo(session.segment, size.bytes, size.page_bytes)] if mapped else []
             ),
             lineage=self.lineage,
+            tables=[] if index is None else [index.shape(session.segment)],
+            namespace_number=0 if index is None else joined.namespace.number,
+            memory_only=index is not None and not self.tiers,
         )
 
     def keys_max(self, contract: Contract) -> int:
@@ -357,6 +388,13 @@ class Engine:
             "every lock byte is held by a process that still maps the arena",
         )
 
+    def _index_descriptors(self, hello: Hello, segment: int) -> Iterator[int]:
+        """Yield descriptors for a client that finds blocks by itself; the caller closes them."""
+        if hello.shared_index and self.shared_index is not None:
+            if not hello.map_arena:
+                yield self._generations_copy(segment)
+            yield self.shared_index.reopen(segment)
+
     def _generations_copy(self, segment: int) -> int:
         return self.arena.generations.reopen(segment)
 
@@ -364,15 +402,19 @@ class Engine:
 
     def _act(self) -> None:
         """Apply the actions that must precede the answer."""
+        if self.shared_index is not None:
+            self.shared_index.follow()
         for action in self.core.state.take_actions():
             self._do(action)
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """Do the work deferred until after the answer. Idempotent."""
         state = self.core.state
         if self._ones_to_sum:
             ones, self._ones_to_sum = self._ones_to_sum, []
-            self.to_sum += [one.whole() for one in ones]
+            slots = np.array([one.slot for one in ones], np.int64)
+            generations = np.array([one.generation for one in ones], np.uint32)
+            self.to_sum.append(Sum(slots[:, None], generations[:, None]))
             self.work.set()
         if state.counts:
             self.counters.add_all(state.take_counts())
@@ -390,8 +432,11 @@ class Engine:
             self.work.set()
         elif isinstance(action, Catalogue):
             self.write_catalogue()
-        elif self.journal is not None:
-            _record(self.journal, action)
+        else:
+            if self.journal is not None:
+                _record(self.journal, action)
+            if self.shared_index is not None:
+                self.shared_index.note(action)
 
     @property
     def durable(self) -> bool:

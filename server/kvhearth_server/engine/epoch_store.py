@@ -23,7 +23,12 @@ from kvhearth_server.memory.durable_file import sync_directory
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.ownership import read_own
-from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME, Asked, DirectoryError
+from kvhearth_server.tiers.base import (
+    NAMESPACES_FRESH_NAME,
+    NAMESPACES_NAME,
+    AbandonableCall,
+    DirectoryError,
+)
 
 FILE_NAME = NAMESPACES_NAME
 RESERVE_BYTES = 10 << 20
@@ -87,7 +92,9 @@ class EpochStore:
     def _found(self) -> list[_StoredContent]:
         """Return the content of each directory that has some and answers in time."""
         end = time.monotonic() + self._patience_s
-        asked = [Asked(str(path), partial(_read, path), lambda _: None) for path in self.paths]
+        asked = [
+            AbandonableCall(str(path), partial(_read, path), lambda _: None) for path in self.paths
+        ]
         found = []
         for each in asked:
             try:

@@ -295,7 +295,7 @@ def take_over(engine: Engine) -> None:
         heads = part.slots[part.summed, 0]
         engine.to_verify.append((heads, state.table.generation[heads].copy()))
     for group in groups.values():
-        engine.call(engine.core.membership.settle, group)
+        engine.call(engine.core.membership.release_quarantine, group)
 
 
 def safe_after(engine: Engine) -> float:

@@ -17,6 +17,7 @@ from kvhearth_server.core.slot_table import State
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.engine.tiering.manager import Tiering
+from kvhearth_server.engine.tiering.promotion import BEGUN_AT_ONCE
 from kvhearth_server.tiers.base import BlockSpec, Corrupt, Done, Outcome
 
 DRAM, SSD = "dram", "ssd"
@@ -161,7 +162,7 @@ class Scrub:
         self, tiering: Tiering, pace: Pace, family: BlockSpec, keys: list[bytes]
     ) -> None:
         block_bytes = family.length * family.shards
-        step = max(1, self._load_bytes // block_bytes)
+        step = max(1, min(self._load_bytes // block_bytes, BEGUN_AT_ONCE // family.shards))
         for start in range(0, len(keys), step):
             request = self._request_promotion(tiering, family, keys[start : start + step])
             if request is None:

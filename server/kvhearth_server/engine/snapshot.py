@@ -150,13 +150,14 @@ OTHER = "other"
 class SegmentNow:
     """One tenant's memory.
 
-    ``free_bytes`` are unused; ``evictable_bytes`` hold blocks without lease or pin;
-    ``unassigned_bytes`` have no slot size yet.
+    ``huge_bytes`` are in huge pages of any kind; ``free_bytes`` are unused;
+    ``evictable_bytes`` hold blocks without lease or pin; ``unassigned_bytes`` have no slot size.
     """
 
     tenant: str
     page_kind: str
     page_bytes: int
+    huge_bytes: int
     capacity_bytes: int
     reserved_bytes: int
     committed_bytes: int
@@ -340,6 +341,7 @@ def _segments(engine: Engine) -> list[SegmentNow]:
             tenant=shape.tenant,
             page_kind=str(mapped.page_kind),
             page_bytes=mapped.page_bytes,
+            huge_bytes=mapped.huge_bytes,
             capacity_bytes=books.capacity,
             reserved_bytes=books.reserved,
             committed_bytes=books.committed,

@@ -39,6 +39,7 @@ from kvhearth_server.memory.mapping import (
     filesystem_kind,
     map_over,
 )
+from kvhearth_server.memory.numa import KernelTopology, Placement, Topology
 from kvhearth_server.memory.plan import (
     CATALOGUE_BYTES_MAX,
     CATALOGUE_FORMAT,
@@ -267,9 +268,9 @@ def _encoded(catalogue: dict[str, Any]) -> bytes:
     return json.dumps(catalogue, separators=(",", ":")).encode()
 
 
-_F_ADD_SEALS = 1033
+ADD_SEALS = 1033
 _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE, _SEAL_SEAL = 0x2, 0x4, 0x10, 0x1
-_SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE | _SEAL_SEAL
+SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE | _SEAL_SEAL
 
 
 class Generations:
@@ -297,7 +298,7 @@ class Generations:
                 os.ftruncate(fd, size)
                 if end > start:
                     map_over(self._map, start, end - start, fd)
-                fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+                fcntl.fcntl(fd, ADD_SEALS, SEALS)
                 self._fds.append(fd)
             undo.pop_all()
         self.array: U32 = np.frombuffer(self._map, np.uint32, self.count)
@@ -335,6 +336,10 @@ class Arena:
     kept: str = ""
     _lock_fd: int = -1
     _surplus: list[tuple[Segment, set[int]]] = field(default_factory=list)
+
+    def slab_nodes(self) -> I64:
+        """NUMA node of each slab, shape (slabs,)."""
+        return np.concatenate([segment.nodes for segment in self.segments])
 
     @property
     def durable(self) -> bool:
@@ -423,8 +428,10 @@ class Arena:
             os.close(self._lock_fd)
 
 
-def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
+def open_arena(plan: ArenaPlan, progress: Progress, topology: Topology | None = None) -> Arena:
     """Make an arena, or adopt the one that an earlier run left in ``plan.folder``.
+
+    Its memory is divided among the NUMA nodes of ``topology``, by default this machine's.
 
     Raises:
         KVHearthError: ``arena_busy``, ``arena_unusable``, ``memory_unavailable``,
@@ -442,11 +449,17 @@ def open_arena(plan: ArenaPlan, progress: Progress) -> Arena:
             undo.callback(os.close, lock_fd)
         generations = _generations(plan)
         undo.callback(generations.close)
+        memory = _Memory(
+            plan,
+            plan.folder,
+            progress,
+            Placement(topology or KernelTopology(), plan.geometry.slab_bytes),
+        )
         if plan.folder is None:
-            segments = _Memory(plan, None, None, "", progress).open(_numbers(plan))
+            segments = memory.open(_numbers(plan))
             arena = Arena(plan, segments, generations, notes=_notes(segments))
         else:
-            arena = _open_folder(plan, plan.folder, lock_fd, found, generations, progress)
+            arena = _open_folder(plan.folder, lock_fd, found, generations, memory)
         undo.pop_all()
         return arena
 
@@ -473,13 +486,9 @@ def _generations(plan: ArenaPlan) -> Generations:
 
 
 def _open_folder(
-    plan: ArenaPlan,
-    folder: Path,
-    lock_fd: int,
-    found: Found,
-    generations: Generations,
-    progress: Progress,
+    folder: Path, lock_fd: int, found: Found, generations: Generations, memory: _Memory
 ) -> Arena:
+    plan = memory.plan
     with contextlib.ExitStack() as undo:
         blob = DurableBlob(folder / CATALOGUE_NAME, CATALOGUE_BYTES_MAX)
         undo.callback(blob.close)
@@ -487,23 +496,22 @@ def _open_folder(
         keeper = _keeper(plan, folder)
         if keeper is not None:
             undo.callback(keeper.close)
-        old, kept = None, ""
+            memory.keeper = keeper
+        old = None
         if found.catalogue is None or found.geometry is None:
-            kept = secrets.token_hex(8) if keeper else ""
-            segments, journal = _cold(
-                plan, folder, blob, _Memory(plan, folder, keeper, kept, progress)
-            )
+            memory.kept = kept = secrets.token_hex(8) if keeper else ""
+            segments, journal = _cold(plan, folder, blob, memory)
         else:
             old = settle(folder, blob, found.catalogue)
-            kept = old.get("kept", "")
+            memory.kept = kept = old.get("kept", "")
             if found.step is Step.RESIZE:
-                grown = partial(progress, plan.geometry.segments[0].tenant)
+                grown = partial(memory.progress, plan.geometry.segments[0].tenant)
                 old, message = resize(plan, folder, blob, old, found.geometry, grown)
                 notes.append(message)
             journal = open_segment(journal_path(folder))
             undo.callback(journal.close)
             _free_slots(journal, plan.geometry, found.lost)
-            segments = _Memory(plan, folder, keeper, kept, progress).open(found.lost)
+            segments = memory.open(found.lost)
         notes += _notes(segments)
         surplus = [(each, set(each.held_bytes())) for each in segments if each.surplus_bytes]
         arena = Arena(
@@ -587,9 +595,10 @@ class _Memory:
 
     plan: ArenaPlan
     folder: Path | None
-    keeper: Keeper | None
-    kept: str
     progress: Progress
+    placement: Placement
+    keeper: Keeper | None = None
+    kept: str = ""
 
     def forget(self) -> None:
         """Release all kept memory."""
@@ -627,6 +636,7 @@ class _Memory:
             self.plan.hugepages,
             path=path,
             on_progress=self._noted(index),
+            placement=self.placement,
         )
         if self.keeper is not None:
             self.keeper.put(kept_name(self.kept, index), segment.fd)
@@ -636,7 +646,11 @@ class _Memory:
         size = self.plan.geometry.segment_bytes(index)
         if self.keeper is not None:
             return open_memfd(
-                descriptor, self.plan.hugepages, size_bytes=size, on_progress=self._noted(index)
+                descriptor,
+                self.plan.hugepages,
+                size_bytes=size,
+                on_progress=self._noted(index),
+                placement=self.placement,
             )
         assert self.folder is not None, "memory without a place is never adopted"
         return open_segment(
@@ -644,6 +658,7 @@ class _Memory:
             self.plan.hugepages,
             size_bytes=size,
             on_progress=self._noted(index),
+            placement=self.placement,
         )
 
     def _noted(self, index: int) -> Callable[[int, int], None]:

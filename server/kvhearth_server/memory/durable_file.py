@@ -18,6 +18,7 @@ from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import (
     Filesystem,
     FilesystemKind,
+    address_of,
     closed_on_failure,
     filesystem_kind,
     map_shared,
@@ -244,7 +245,7 @@ class DurableBlob:
             os.posix_fallocate(descriptor, 0, size_bytes)  # a hole on a full disk would be a SIGBUS
             return map_shared(descriptor, size_bytes)
         mapping = map_shared(descriptor, size_bytes)
-        populate(mapping, self._filesystem.page_bytes)
+        populate(address_of(mapping), size_bytes, self._filesystem.page_bytes)
         return mapping
 
     def _value_of(self, descriptor: int) -> bytes | None:

@@ -21,6 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.shared_memory import (
+    MADV_DONTDUMP,
+    MADV_HUGEPAGE,
+    MADV_POPULATE_WRITE,
+    Collapse,
+    SharedMapping,
+    advise,
+)
 from kvhearth_server.config.value_types import format_size
 
 GIB = 1 << 30
@@ -176,6 +184,29 @@ class KernelMemory:
                 return int(line.split()[1]) * 1024
         return 0
 
+    def advise(self, address: int, size_bytes: int, advice: int) -> int:
+        """Call ``madvise``; return the error's number, 0 for none."""
+        return advise(address, size_bytes, advice)
+
+    def collapse(self) -> Collapse:
+        """A collapse of mappings into transparent huge pages, which works with any setting except
+        ``deny``.
+        """
+        return Collapse(self.thp_bytes(), self.advise)
+
+    def collapses(self) -> int:
+        """Collapse a huge page, as a trial; return the error's number, 0 for none."""
+        size_bytes, trial = self.thp_bytes(), self.collapse()
+        descriptor = os.memfd_create("kvhearth-trial", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            mapping = SharedMapping(descriptor, size_bytes, size_bytes)
+            return 0 if trial.fill(mapping.address, size_bytes) else trial.error
+        except OSError as error:
+            return error.errno or errno.ENOMEM
+        finally:
+            os.close(descriptor)
+
     def _cgroup_room(self) -> list[int]:
         own = next(
             (
@@ -278,11 +309,6 @@ def _pool_directory(page_bytes: int) -> str:
 Progress = Callable[[int, int], None]
 """Callback with (done bytes, total bytes)."""
 
-POPULATE_STEP_BYTES = 256 * MIB
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
-
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mmap.argtypes = [
     *(ctypes.c_void_p, ctypes.c_size_t),
     *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
@@ -333,47 +359,42 @@ def address_of(mapping: mmap.mmap) -> int:
     return int(np.frombuffer(mapping, np.uint8, count=1).ctypes.data)
 
 
-def advise_huge(mapping: mmap.mmap) -> None:
+def map_segment(descriptor: int, size_bytes: int, align_bytes: int) -> SharedMapping:
+    """Map the whole file of a segment read-write, at a border of its huge pages; as ``map_shared``.
+
+    Raises:
+        OSError: ENOMEM if there are too few huge pages.
+    """
+    mapping = SharedMapping(descriptor, size_bytes, align_bytes)
+    mapping.advise(MADV_DONTDUMP)
+    return mapping
+
+
+def advise_huge(mapping: SharedMapping) -> None:
     """Request transparent huge pages; a refusal by an old kernel or a container is no error."""
-    _libc.madvise(address_of(mapping), len(mapping), _MADV_HUGEPAGE)
+    mapping.advise(MADV_HUGEPAGE)
 
 
-def populate(
-    mapping: mmap.mmap,
-    page_bytes: int,
-    on_progress: Progress | None = None,
-    allocate_fd: int | None = None,
-) -> None:
-    """Fault in the whole mapping, in pieces; contents do not change.
+def populate(address: int, size_bytes: int, page_bytes: int) -> None:
+    """Fault in a part of a shared mapping; contents do not change.
 
     Args:
-        mapping: all of a file.
+        address: its start, at a page's border.
+        size_bytes: its length, in whole pages.
         page_bytes: the size of its pages.
-        on_progress: called after each piece.
-        allocate_fd: the file, if its pages are to be allocated through ``fallocate`` first.
 
     Raises:
         OSError: ENOSPC, ENOMEM or EFAULT if a page is unavailable (an error, not a SIGBUS).
     """
-    total = len(mapping)
-    address = address_of(mapping)
-    done = 0
-    while done < total:
-        size = min(POPULATE_STEP_BYTES, total - done)
-        if allocate_fd is not None:
-            os.posix_fallocate(allocate_fd, done, size)
-        # Through ctypes, because mmap.madvise holds the interpreter lock for the whole piece.
-        if _libc.madvise(address + done, size, _MADV_POPULATE_WRITE) != 0:
-            number = ctypes.get_errno()
-            if number == errno.EINTR:
-                continue
-            if number != errno.EINVAL:
-                raise OSError(number, os.strerror(number))
-            # Before Linux 5.14. Reading is enough, and it is safe beside other processes.
-            np.frombuffer(mapping, np.uint8, size, done)[::page_bytes].max()
-        done += size
-        if on_progress is not None:
-            on_progress(done, total)
+    while number := advise(address, size_bytes, MADV_POPULATE_WRITE):
+        if number == errno.EINTR:
+            continue
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number))
+        # Before Linux 5.14. Reading is enough, and it is safe beside other processes.
+        there = memoryview((ctypes.c_char * size_bytes).from_address(address))
+        np.frombuffer(there, np.uint8)[::page_bytes].max()
+        return
 
 
 # Linux's numbers; the standard library's fcntl lacks the names.
@@ -393,28 +414,32 @@ class Segment:
         fd: the daemon's own descriptor. Never pass it to a client: see ``lock_client_byte``.
         view: the bytes, ``u8`` of shape (bytes,), writable.
         address: start of ``view`` in this process.
+        huge_bytes: bytes of it in huge pages of any kind, after it was made or opened.
+        nodes: NUMA node of each unit of its placement, ``i64``; empty without one.
         steps_down: for each better kind of page that was unavailable, a sentence with the fix.
     """
 
     def __init__(
         self,
         fd: int,
-        mapping: mmap.mmap,
+        mapping: SharedMapping,
         page_kind: PageKind,
         page_bytes: int,
         *,
         path: Path | None = None,
+        huge_bytes: int = 0,
         steps_down: list[str] | None = None,
     ) -> None:
         self.fd = fd
-        self.bytes = len(mapping)
+        self.bytes = mapping.size_bytes
+        self.huge_bytes = huge_bytes
         self.page_kind = page_kind
         self.page_bytes = page_bytes
         self.path = path
         self.steps_down = steps_down if steps_down is not None else []
-        self.address = address_of(mapping)
-        self.view: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
-        self._mapping = mapping
+        self.address = mapping.address
+        self.view: npt.NDArray[np.uint8] = np.asarray(mapping)
+        self.nodes: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     def reopen(self) -> int:
         """Open a new file description of the same memory, read-write; the caller closes it."""
@@ -479,8 +504,6 @@ class Segment:
         if self.fd < 0:
             return
         self.view = np.empty(0, np.uint8)
-        with contextlib.suppress(BufferError):
-            self._mapping.close()
         os.close(self.fd)
         self.fd = -1
 

@@ -12,9 +12,12 @@ import errno
 import fcntl
 import os
 import stat
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.shared_memory import SharedMapping
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.keeper import is_sealed
 from kvhearth_server.memory.mapping import (
@@ -29,13 +32,13 @@ from kvhearth_server.memory.mapping import (
     PageKind,
     Progress,
     Segment,
-    address_of,
     advise_huge,
     closed_on_failure,
     filesystem_kind,
-    map_shared,
+    map_segment,
     populate,
 )
+from kvhearth_server.memory.numa import Part, Placement
 from kvhearth_server.ownership import foreign
 
 __all__ = ["Segment", "create_segment", "open_segment"]
@@ -44,6 +47,14 @@ HUGE_BYTES = {PageKind.HUGE_1G: GIB, PageKind.HUGE_2M: 2 * MIB}
 """Sizes of hugetlb pages, best first."""
 _MFD_HUGE_SHIFT = 26
 _MFD_NOEXEC_SEAL = 0x0008
+_STEP_BYTES = 256 * MIB
+"""Bytes that are populated between two reports of progress."""
+_WHY_SMALL = {
+    errno.EINVAL: "the kernel collapses none (Linux 6.1, and a shmem_enabled other than deny)",
+    errno.ENOMEM: "memory is fragmented; run: echo 1 > /proc/sys/vm/compact_memory",
+    errno.EBUSY: "the control group's limit of memory is reached",
+    errno.EAGAIN: "some pages are in use, as those that a process pinned",
+}
 _NO_ROOM = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EDQUOT})
 
 
@@ -54,6 +65,7 @@ def create_segment(
     path: Path | None = None,
     on_progress: Progress | None = None,
     kernel: KernelMemory | None = None,
+    placement: Placement | None = None,
 ) -> Segment:
     """Make a zeroed segment of ``bytes``: a new file at ``path``, or a memfd.
 
@@ -68,12 +80,13 @@ def create_segment(
         path: a file that does not exist, on hugetlbfs or tmpfs.
         on_progress: called with (done bytes, total bytes) while the pages are faulted in.
         kernel: source of the figures on free memory (tests).
+        placement: partition among NUMA nodes; without one the segment is one part.
 
     Raises:
         KVHearthError: ``HUGEPAGES_UNAVAILABLE``, ``MEMORY_UNAVAILABLE``, or ``ARENA_UNUSABLE`` (the
             size is wrong, or the place is not suitable for an arena).
     """
-    maker = _Maker(bytes, policy, on_progress, kernel or KernelMemory())
+    maker = _Maker(bytes, policy, on_progress, kernel or KernelMemory(), placement)
     return maker.memfd() if path is None else maker.file(path)
 
 
@@ -84,6 +97,7 @@ def open_segment(
     size_bytes: int | None = None,
     on_progress: Progress | None = None,
     kernel: KernelMemory | None = None,
+    placement: Placement | None = None,
 ) -> Segment:
     """Map an existing segment file and fault it in; its contents do not change.
 
@@ -108,7 +122,7 @@ def open_segment(
         if message := foreign(fd):
             raise KVHearthError(Reason.ARENA_UNUSABLE, f"cannot use {path}: {message}; remove it")
         wanted = size_bytes or facts.st_size
-        maker = _Maker(wanted, policy, on_progress, kernel or KernelMemory())
+        maker = _Maker(wanted, policy, on_progress, kernel or KernelMemory(), placement)
         with contextlib.ExitStack() as undo:
             if wanted > facts.st_size:
                 undo.callback(os.ftruncate, fd, facts.st_size)
@@ -124,6 +138,7 @@ def open_memfd(
     size_bytes: int,
     on_progress: Progress | None = None,
     kernel: KernelMemory | None = None,
+    placement: Placement | None = None,
 ) -> Segment:
     """Map a sealed memfd that ``create_segment`` made in an earlier daemon; its contents do not
     change. The segment takes ``fd`` over.
@@ -132,7 +147,7 @@ def open_memfd(
         KVHearthError: ``ARENA_UNUSABLE`` (another size), ``MEMORY_UNAVAILABLE`` or
             ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be filled).
     """
-    maker = _Maker(size_bytes, policy, on_progress, kernel or KernelMemory())
+    maker = _Maker(size_bytes, policy, on_progress, kernel or KernelMemory(), placement)
     with closed_on_failure(fd):
         return maker.adopt_memfd(fd)
 
@@ -197,8 +212,10 @@ class _Maker:
         policy: HugepagePolicy,
         on_progress: Progress | None,
         kernel: KernelMemory,
+        placement: Placement | None,
     ) -> None:
         self._bytes = size_bytes
+        self._placement = placement
         self._policy = HugepagePolicy(policy)
         self._on_progress = on_progress
         self._kernel = kernel
@@ -213,12 +230,9 @@ class _Maker:
         if self._policy is HugepagePolicy.REQUIRE:
             raise self._no_hugepages(2 * MIB)
         self._check_memory(self._bytes)
-        huge = not self._off and self._kernel.memfd_thp_allowed()
-        if not self._off and not huge:
-            self._step_thp(f"shmem_enabled is '{self._kernel.shmem_thp()}'; {THP_FIX}")
         fd = _memfd(0)
         with closed_on_failure(fd):
-            return self._plain(fd, None, huge=huge)
+            return self._plain(fd, None)
 
     def file(self, path: Path) -> Segment:
         try:
@@ -257,7 +271,7 @@ class _Maker:
             )
         page_bytes = os.fstatvfs(fd).f_bsize
         if page_bytes not in HUGE_BYTES.values():
-            return self._plain(fd, None, huge=not self._off and self._kernel.memfd_thp_allowed())
+            return self._plain(fd, None)
         kind = PageKind.HUGE_1G if page_bytes == GIB else PageKind.HUGE_2M
         try:
             return self._hugetlb(fd, kind, None)
@@ -270,7 +284,7 @@ class _Maker:
 
     def _fill(self, fd: int, path: Path, filesystem: Filesystem) -> Segment:
         if filesystem.kind is FilesystemKind.TMPFS:
-            return self._plain(fd, path, huge=not self._off and self._tmpfs_thp(path, filesystem))
+            return self._plain(fd, path, filesystem)
         page_bytes = filesystem.page_bytes
         kind = PageKind.HUGE_1G if page_bytes == GIB else PageKind.HUGE_2M
         try:
@@ -279,18 +293,6 @@ class _Maker:
             if error.errno not in _NO_ROOM:
                 raise _unusable(path, error) from error
             raise self._no_hugepages(page_bytes) from error
-
-    def _tmpfs_thp(self, path: Path, filesystem: Filesystem) -> bool:
-        self._steps.append(
-            f"no hugetlb pages: {path.parent} is on tmpfs; give a directory on hugetlbfs"
-        )
-        allowed = self._kernel.tmpfs_thp_allowed(filesystem)
-        if not allowed:
-            self._step_thp(
-                f"that tmpfs is mounted with huge={filesystem.huge_option}; "
-                "run: mount -o remount,huge=advise on its mount point"
-            )
-        return allowed
 
     def _hugetlb_memfd(self, kind: PageKind) -> Segment | None:
         page_bytes = HUGE_BYTES[kind]
@@ -309,50 +311,111 @@ class _Maker:
 
     def _hugetlb(self, fd: int, kind: PageKind, path: Path | None) -> Segment:
         page_bytes = HUGE_BYTES[kind]
-        mapping = map_shared(fd, self._bytes)
-        try:
-            populate(mapping, page_bytes, self._on_progress)
-        except OSError:  # a limit of the control group
-            mapping.close()
-            raise
-        return Segment(fd, mapping, kind, page_bytes, path=path, steps_down=self._steps)
+        mapping = map_segment(fd, self._bytes, page_bytes)
+        self._populate(mapping, lambda at, size: populate(at, size, page_bytes))
+        return self._segment(fd, mapping, kind, page_bytes, path, self._bytes)
 
-    def _plain(self, fd: int, path: Path | None, *, huge: bool) -> Segment:
-        """Fill ``fd`` with transparent huge pages or 4 KiB pages."""
+    def _plain(self, fd: int, path: Path | None, place: Filesystem | None = None) -> Segment:
+        """Fill ``fd`` with transparent huge pages where it may have some, else with small pages."""
+        if path is not None and not self._off:
+            self._steps.append(
+                f"no hugetlb pages: {path.parent} is on tmpfs; give a directory on hugetlbfs"
+            )
+        huge_bytes = BASE_PAGE_BYTES if self._off else self._kernel.thp_bytes()
+        advised = not self._off and self._advised(place)
+        collapse = self._kernel.collapse() if not self._off else None
+
+        def fill(address: int, size: int) -> None:
+            collapsed = collapse is not None and collapse.fill(address, size)
+            if not collapsed and not advised:
+                # Allocating first would take small pages even where huge ones are advised.
+                os.posix_fallocate(fd, address - mapping.address, size)
+            populate(address, size, BASE_PAGE_BYTES)
+
         try:
             if path is None and not is_sealed(fd):
                 os.ftruncate(fd, self._bytes)
                 _seal(fd)
-            mapping = map_shared(fd, self._bytes)
-            try:
-                if huge:
-                    advise_huge(mapping)
-                # Allocating first would take small pages even where huge ones are advised.
-                populate(mapping, BASE_PAGE_BYTES, self._on_progress, None if huge else fd)
-                if huge:  # a kernel that cannot populate for writing has left holes
-                    os.posix_fallocate(fd, 0, self._bytes)
-            except OSError:
-                mapping.close()
-                raise
+            mapping = map_segment(fd, self._bytes, huge_bytes)
+            if advised:
+                advise_huge(mapping)
+            self._populate(mapping, fill)
+            if advised:  # a kernel that cannot populate for writing has left holes
+                os.posix_fallocate(fd, 0, self._bytes)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
             raise self._no_memory(path, error) from error
-        kind = PageKind.BASE
-        if huge:
-            got_bytes = self._kernel.pmd_mapped_bytes(address_of(mapping))
-            if 2 * got_bytes >= self._bytes:
-                kind = PageKind.THP
-            else:
-                self._step_thp(
-                    f"only {format_size(got_bytes)} of {format_size(self._bytes)} could be had "
-                    "(memory is fragmented); run: echo 1 > /proc/sys/vm/compact_memory"
-                )
-        page_bytes = self._kernel.thp_bytes() if kind is PageKind.THP else BASE_PAGE_BYTES
-        return Segment(fd, mapping, kind, page_bytes, path=path, steps_down=self._steps)
+        got_bytes = 0 if self._off else self._kernel.pmd_mapped_bytes(mapping.address)
+        if collapse is not None and got_bytes < self._bytes - self._bytes % huge_bytes:
+            self._tell_small(got_bytes, place, collapse.error)
+        kind = PageKind.THP if 2 * got_bytes >= self._bytes else PageKind.BASE
+        page_bytes = huge_bytes if kind is PageKind.THP else BASE_PAGE_BYTES
+        return self._segment(fd, mapping, kind, page_bytes, path, got_bytes)
 
-    def _step_thp(self, why: str) -> None:
-        self._steps.append(f"no transparent huge pages: {why}")
+    def _advised(self, place: Filesystem | None) -> bool:
+        """Whether MADV_HUGEPAGE makes huge pages there, so that nothing is left to collapse."""
+        if place is None:
+            return self._kernel.memfd_thp_allowed()
+        return self._kernel.tmpfs_thp_allowed(place)
+
+    def _populate(self, mapping: SharedMapping, fill: Callable[[int, int], None]) -> None:
+        """Fault in all of a mapping by ``fill(address, bytes)``, with a thread for each node."""
+        lock, done = threading.Lock(), 0
+
+        def fill_part(part: Part) -> None:
+            nonlocal done
+            for start in range(part.start, part.end, _STEP_BYTES):
+                size = min(_STEP_BYTES, part.end - start)
+                fill(mapping.address + start, size)
+                with lock:
+                    done += size
+                    if self._on_progress is not None:
+                        self._on_progress(done, self._bytes)
+
+        if self._placement is None:
+            fill_part(Part(0, self._bytes, 0))
+            return
+        if note := self._placement.prefer(mapping.address, self._bytes):
+            self._steps.append(note)
+        self._placement.run(self._bytes, fill_part)
+
+    def _segment(
+        self,
+        fd: int,
+        mapping: SharedMapping,
+        kind: PageKind,
+        page_bytes: int,
+        path: Path | None,
+        huge_bytes: int,
+    ) -> Segment:
+        made = Segment(
+            fd,
+            mapping,
+            kind,
+            page_bytes,
+            path=path,
+            huge_bytes=huge_bytes,
+            steps_down=self._steps,
+        )
+        if self._placement is not None:
+            made.nodes = self._placement.nodes_of(mapping.address, self._bytes)
+        return made
+
+    def _tell_small(self, got_bytes: int, place: Filesystem | None, number: int) -> None:
+        """Note why not all of a segment is in huge pages."""
+        why = _WHY_SMALL.get(number, os.strerror(number) if number else "the kernel gave no more")
+        if place is not None and not self._kernel.tmpfs_thp_allowed(place):
+            why += (
+                f"; that tmpfs is mounted with huge={place.huge_option}, run: mount -o "
+                "remount,huge=advise on its mount point"
+            )
+        elif place is None and not self._kernel.memfd_thp_allowed():
+            why += f"; shmem_enabled is '{self._kernel.shmem_thp()}', {THP_FIX}"
+        self._steps.append(
+            f"no transparent huge pages for all: {format_size(got_bytes)} of "
+            f"{format_size(self._bytes)} are in huge pages; {why}"
+        )
 
     def _check_size(self, page_bytes: int) -> None:
         if self._bytes <= 0 or self._bytes % page_bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric as BlockSpec
+from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvhearth_server.engine.snapshot import Snapshot
@@ -96,14 +96,14 @@ class Exposition:
 class _One(Collector):
     """Collector of families that are there already, for the encoders."""
 
-    def __init__(self, families: list[BlockSpec]) -> None:
+    def __init__(self, families: list[MetricFamily]) -> None:
         self._families = families
 
-    def collect(self) -> Iterator[BlockSpec]:
+    def collect(self) -> Iterator[MetricFamily]:
         return iter(self._families)
 
 
-def family_of(metric: Metric, now: Snapshot) -> BlockSpec:
+def family_of(metric: Metric, now: Snapshot) -> MetricFamily:
     """Return one metric with its samples."""
     if metric.kind == "histogram":
         histograms = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class Histogram:
 
 
 class CallTimings:
-    """Calls by method and by how they ended.
+    """Calls by method and by how they ended, and the lag of the loop that answers them.
 
     Bounded by the methods that are served: the caller passes none that a peer made up.
     """
@@ -64,6 +65,7 @@ class CallTimings:
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, str]] = Counter()
         self.seconds: dict[str, Histogram] = {}
+        self.loop_lag = Histogram(SECONDS_BOUNDS)
 
     def observe(self, method: str, code: str, seconds: float) -> None:
         """Count a call of ``method`` that ended as ``code`` after ``seconds``."""
@@ -72,6 +74,18 @@ class CallTimings:
         if histogram is None:
             histogram = self.seconds[method] = Histogram(SECONDS_BOUNDS)
         histogram.observe(seconds)
+
+
+LAG_EVERY_S = 0.1
+
+
+async def watch_lag(lag: Histogram, every_s: float = LAG_EVERY_S) -> None:
+    """Observe how late timers of the running loop fire."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + every_s
+        await asyncio.sleep(every_s)
+        lag.observe(max(0.0, loop.time() - due))
 
 
 _SAMPLES_MAX = 4096

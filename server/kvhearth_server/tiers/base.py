@@ -592,7 +592,7 @@ class DirectoryError(Exception):
 T = TypeVar("T")
 
 
-class Asked(Generic[T]):
+class AbandonableCall(Generic[T]):
     """A call on a thread of its own, which the caller may abandon."""
 
     def __init__(self, what: str, ask: Callable[[], T], undo: Callable[[T], None]) -> None:

@@ -18,8 +18,9 @@ from kvhearth.failpoints import hit
 from kvhearth.model import I64
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
-from kvhearth_server.core.fast_path import Asked, One
+from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
 from kvhearth_server.core.groups import Group, SlotGrant
+from kvhearth_server.core.lookup import KeysItem, Presence
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.reservations import Commit, Reserved
@@ -40,6 +41,7 @@ from kvhearth_server.transport.messages import (
     check_parts,
     commit_items,
     counts,
+    few_commits,
     keys_items,
     one_commit,
     plain_error,
@@ -52,6 +54,9 @@ EVICTED_PER_TURN_MAX = 24
 """Blocks that a reservation evicts before others have their turn: about a millisecond."""
 BOUND_PER_TURN_MAX = 64
 """Blocks that a commit binds before others have their turn: about a millisecond."""
+
+PREFETCHED_PER_TURN_MAX = 256
+"""Blocks whose promotion a prefetch requests before others have their turn: about a millisecond."""
 
 Verify = Callable[[list[I64], str], Awaitable[int]]
 _log = get_logger("kvhearth.client")
@@ -153,7 +158,7 @@ class Dispatcher:
             reply = self.decide_deferred(name, request, session)
             return reply.message if isinstance(reply, Ready) else reply
         finally:
-            self._engine.settle()
+            self._engine.run_deferred()
 
     async def decide_in_turn(self, name: str, request: Any, session: Session) -> Any:
         """Answer like ``decide``, once the session has time left."""
@@ -197,7 +202,7 @@ class Dispatcher:
     ) -> cache_pb2.LookupResponse:
         engine, contract = self._engine, caller.contract
         items = asked_for(contract, request, caller.keys_max)
-        if isinstance(items, Asked):
+        if isinstance(items, SingleLookup):
             if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
                 return one
             items = keys_items(contract, request.groups, caller.keys_max)
@@ -325,6 +330,12 @@ class Dispatcher:
             if reply is None:
                 reply = self._stored[one.kv_group] = ready_stored(engine.boot_id, one.kv_group)
             return reply
+        few = few_commits(contract, request.groups)
+        if few is not None and (stored := _commit_few(engine, request.epoch, few, caller)):
+            bits = np.array(stored)
+            return cache_pb2.CommitResponse(
+                boot_id=engine.boot_id, stored=bitmaps([few[0].kv_group], [bits])
+            )
         items = commit_items(contract, request.groups, caller.keys_max)
         hit("commit.before")
         commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
@@ -397,13 +408,34 @@ class Dispatcher:
 
     def _prefetch(
         self, request: cache_pb2.PrefetchRequest, caller: CallContext
-    ) -> cache_pb2.PrefetchResponse:
+    ) -> cache_pb2.PrefetchResponse | Awaitable[cache_pb2.PrefetchResponse]:
         engine, contract = self._engine, caller.contract
         items = keys_items(contract, request.groups, caller.keys_max)
         engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
+        if sum(len(item.keys) for item in items) > PREFETCHED_PER_TURN_MAX:
+            return self._prefetch_more(request, caller, items)
         found, promotion_queue = engine.core.reading.presence(caller.session, request.epoch, items)
         eta_us = self._request_promotion(promotion_queue, caller, 0, go=True)
-        reply = cache_pb2.PrefetchResponse(boot_id=engine.boot_id, eta_us=eta_us)
+        return self._prefetched(found, eta_us)
+
+    async def _prefetch_more(
+        self, request: cache_pb2.PrefetchRequest, caller: CallContext, items: list[KeysItem]
+    ) -> cache_pb2.PrefetchResponse:
+        """Ask for the blocks in portions, and serve others in between."""
+        await self._next_turn(caller)
+        reading = self._engine.core.reading
+        found, promotion_queue = reading.presence(caller.session, request.epoch, items)
+        eta_us = self._request_promotion(promotion_queue, caller, 0, go=False)
+        for asked in promotion_queue:
+            rest: PromotionRequest | None = asked
+            while rest is not None:
+                await self._next_turn(caller)
+                portion, rest = rest.split(PREFETCHED_PER_TURN_MAX)
+                self._request_promotion([portion], caller, 0, go=True)
+        return self._prefetched(found, eta_us)
+
+    def _prefetched(self, found: list[Presence], eta_us: int) -> cache_pb2.PrefetchResponse:
+        reply = cache_pb2.PrefetchResponse(boot_id=self._engine.boot_id, eta_us=eta_us)
         for one in found:
             add_presence(reply.groups, one)
         return reply
@@ -488,7 +520,7 @@ def _few(count: int, what: str) -> None:
 
 
 def _lookup_one(
-    engine: Engine, epoch: int, one: Asked, caller: CallContext
+    engine: Engine, epoch: int, one: SingleLookup, caller: CallContext
 ) -> cache_pb2.LookupResponse | None:
     """Return the reply to a lookup of one key, or None (no side effects) if the general path must
     decide.
@@ -507,7 +539,7 @@ def _lookup_one(
     return reply
 
 
-def _commit_one(engine: Engine, epoch: int, one: One, caller: CallContext) -> bool:
+def _commit_one(engine: Engine, epoch: int, one: SingleCommit, caller: CallContext) -> bool:
     """Commit one new key; return False (no side effects) if the general path must decide."""
     hit("commit.before")
     commit = engine.core.writing.commit_one
@@ -516,3 +548,20 @@ def _commit_one(engine: Engine, epoch: int, one: One, caller: CallContext) -> bo
     hit("commit.after")
     engine.core.state.count("commits")
     return True
+
+
+def _commit_few(
+    engine: Engine, epoch: int, few: list[SingleCommit], caller: CallContext
+) -> list[bool] | None:
+    """Commit a few blocks of as many chains; return None (no side effects) if the general path must
+    decide.
+    """
+    hit("commit.before")
+    commit = engine.core.writing.commit_few
+    stored = None
+    if len(few) <= caller.keys_max:
+        stored = engine.call_deferred(commit, caller.group, caller.namespace, epoch, few)
+    if stored is not None:
+        hit("commit.after")
+        engine.core.state.count("commits")
+    return stored

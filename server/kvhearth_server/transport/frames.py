@@ -160,7 +160,7 @@ class Stream:
             self.emptied()
 
 
-KEPT_BYTES_MAX = 32 << 20
+KEPT_BYTES_MAX = 24 << 20
 """Unfinished frames and unread replies of all connections together."""
 _BYTE_S = 5e-10
 """Time that a byte of an unfinished frame costs its session: to receive and to keep it."""
@@ -370,9 +370,11 @@ class _Connection(Stream):
         Returns False, with nothing done, if ``_work`` must handle the data.
         """
         header = frames.HEADER
-        if self._buffer or self._turn.left_s <= 0 or len(data) < header.size:
+        if self._buffer or len(data) < header.size:
             return False
         if self._task is not None or self.full or self.closing:
+            return False
+        if self._turn.left_s <= 0 and not self._turns.may_go(self._turn):
             return False
         size, kind, number = header.unpack_from(data)
         call = self._calls.get(kind)
@@ -540,7 +542,7 @@ class _Connection(Stream):
         try:
             self._turn.left_s -= self._answer_first(name, number, body)
         finally:
-            self._engine.settle()
+            self._engine.run_deferred()
 
     def _answer_first(self, name: str, number: int, body: bytes) -> float:
         """Answer, or begin to; return the seconds that it took."""

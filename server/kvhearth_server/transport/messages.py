@@ -14,8 +14,8 @@ from kvhearth.keys import PackedKeys, split_keys
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Tier, pack_bits
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
-from kvhearth_server.core.commit import CommitItem
-from kvhearth_server.core.fast_path import Asked, One
+from kvhearth_server.core.commit import Chains, CommitItem
+from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
 from kvhearth_server.core.lookup import KeysItem, Presence
 from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.state import group_spec, require
@@ -61,7 +61,7 @@ def body_bounds(
     """
     groups, ids = GROUPS_PER_CALL_MAX * _GROUP_BYTES, IDS_PER_CALL_MAX * _ID_BYTES
     keys, slots = keys_max * hash_bytes + groups, keys_max * shards * 2 * _NUMBER_BYTES
-    parents = GROUPS_PER_CALL_MAX * hash_bytes
+    parents = (GROUPS_PER_CALL_MAX + keys_max) * hash_bytes + keys_max * _NUMBER_BYTES
     bounds = {
         "Heartbeat": COUNTERS_PER_HEARTBEAT_MAX * _COUNTER_BYTES,
         "Lookup": keys,
@@ -146,26 +146,43 @@ def commit_items(
         slots = _matrix(group.slots, len(keys), spec, "slots").astype(np.int64)
         generations = _matrix(group.generations, len(keys), spec, "generations")
         sums = _checksums(group.checksums, len(keys), spec)
-        items.append(CommitItem(group.group, keys, slots, generations, sums, group.parent))
+        chains = _chains(group, contract, len(keys))
+        items.append(CommitItem(group.group, keys, slots, generations, sums, group.parent, chains))
     return items
+
+
+def _chains(group: cache_pb2.GroupCommit, contract: Contract, key_count: int) -> Chains | None:
+    """Return the chains of a commit of several; None for one chain."""
+    if not group.chains and not group.parents:
+        return None
+    starts = _numbers(group.chains, "chains").astype(np.int64)
+    parents = split_keys(group.parents, contract.hash_bytes)
+    good = 0 < len(starts) <= key_count and not starts[0] and starts[-1] < key_count
+    require(
+        bool(good and (starts[1:] > starts[:-1]).all()) and len(starts) == len(parents),
+        Reason.BAD_KEYS,
+        "chains must begin at ascending positions of keys, from 0, each with a parent",
+    )
+    none = bytes(contract.hash_bytes)
+    return Chains(starts, [b"" if parent == none else parent for parent in parents])
 
 
 def asked_for(
     contract: Contract, request: cache_pb2.LookupRequest, keys_max: int
-) -> Asked | list[KeysItem]:
-    """Return a lookup's keys as ``keys_items`` does; a single key with a lease as an ``Asked``."""
+) -> SingleLookup | list[KeysItem]:
+    """Return a lookup's keys as ``keys_items`` does; one with a lease as ``SingleLookup``."""
     groups = request.groups
     if len(groups) != 1:
         return keys_items(contract, groups, keys_max)
     group = groups[0]
     blob = group.keys
     if len(blob) == contract.hash_bytes and (lease_id := request.lease_id):
-        return Asked(group.group, blob, lease_id)
+        return SingleLookup(group.group, blob, lease_id)
     _few_keys(len(blob), contract, keys_max)
     return [KeysItem(group.group, PackedKeys(blob, contract.hash_bytes))]
 
 
-def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> One | None:
+def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> SingleCommit | None:
     """Return a commit of exactly one key and one slot; None if ``commit_items`` must parse it."""
     if len(groups) != 1:
         return None
@@ -173,10 +190,54 @@ def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> O
     key, slots, generations = group.keys, group.slots, group.generations
     if len(key) != contract.hash_bytes or len(slots) != 4 or len(generations) != 4:
         return None
-    if len(checksum := group.checksums) not in _SUM_LENGTHS:
+    if len(checksum := group.checksums) not in _SUM_LENGTHS or group.chains or group.parents:
         return None
     slot, generation = int.from_bytes(slots, "little"), int.from_bytes(generations, "little")
-    return One(group.group, key, slot, generation, checksum, group.parent)
+    return SingleCommit(group.group, key, slot, generation, checksum, group.parent)
+
+
+FEW_MAX = 64
+"""Most blocks of a commit that are bound one by one; for more, work on arrays is cheaper."""
+
+
+def few_commits(
+    contract: Contract, groups: Sequence[cache_pb2.GroupCommit]
+) -> list[SingleCommit] | None:
+    """Return a commit of a few blocks, each of another chain and in one slot; None if
+    ``commit_items`` must parse it.
+    """
+    if len(groups) != 1:
+        return None
+    group, size = groups[0], contract.hash_bytes
+    count = len(group.chains) // _NUMBER_BYTES
+    if not 0 < count <= FEW_MAX or group.chains != _each_a_chain(count):
+        return None
+    if not len(group.keys) == len(group.parents) == count * size:
+        return None
+    if not len(group.slots) == len(group.generations) == count * _NUMBER_BYTES:
+        return None
+    if len(group.checksums) not in (0, count * CHECKSUM_BYTES):
+        return None
+    sums = [b""] * count
+    if group.checksums:
+        sums = split_keys(group.checksums, CHECKSUM_BYTES)
+    none, number = bytes(size), group.group
+    return [
+        SingleCommit(number, key, slot, generation, checksum, b"" if parent == none else parent)
+        for key, slot, generation, checksum, parent in zip(
+            split_keys(group.keys, size),
+            _numbers(group.slots, "slots").tolist(),
+            _numbers(group.generations, "generations").tolist(),
+            sums,
+            split_keys(group.parents, size),
+            strict=True,
+        )
+    ]
+
+
+@lru_cache(maxsize=FEW_MAX)
+def _each_a_chain(count: int) -> bytes:
+    return np.arange(count, dtype="<u4").tobytes()
 
 
 def counts(groups: Sequence[types_pb2.GroupCount], blocks_max: int) -> list[tuple[int, int]]:

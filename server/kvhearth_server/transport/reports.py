@@ -21,7 +21,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.core.inspection import held_by_groups
 from kvhearth_server.core.state import require
-from kvhearth_server.engine import snapshot as portions
+from kvhearth_server.engine import snapshot as admin_work
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session as SessionRecord
 from kvhearth_server.engine.snapshot import (
@@ -475,7 +475,7 @@ class Actions:
         with audited("evict", self.door, peer, **asked) as details:
             require(tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {tier}")
             digest, where = _digest(namespace), _TIERS[tier]
-            removed = await portions.evict(self.engine, digest, keep_bytes, where)
+            removed = await admin_work.evict(self.engine, digest, keep_bytes, where)
             details |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
         return Evicted(self.engine.boot_id, removed.memory, removed.ssd)
 
@@ -483,7 +483,7 @@ class Actions:
         """Make all blocks of a namespace invalid at once because its weights have changed."""
         with audited("forget", self.door, peer, namespace=namespace) as details:
             digest = _digest(namespace)
-            epoch = details["epoch"] = await portions.forget(self.engine, digest, expected_epoch)
+            epoch = details["epoch"] = await admin_work.forget(self.engine, digest, expected_epoch)
         return Bumped(self.engine.boot_id, epoch)
 
     async def reload(self, peer: str) -> Reload:

@@ -55,6 +55,12 @@ class Counters:
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + amount
 
+    def add_all(self, amounts: Mapping[str, float]) -> None:
+        """Add to several counters."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] = self._counts.get(name, 0) + amount
+
     def take(self) -> dict[str, float]:
         """Return all counts since the last call, without zeros."""
         if not self._counts:

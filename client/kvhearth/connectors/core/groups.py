@@ -35,6 +35,14 @@ class EngineGroups:
         self._scales = [spec.block_tokens // hash_tokens for spec in self.specs]
         if any(spec.block_tokens % hash_tokens for spec in self.specs):
             raise ValueError(f"hashes of {hash_tokens} tokens do not divide the groups' blocks")
+        self._growing = [
+            (group, spec.block_tokens)
+            for group, spec in enumerate(self.specs)
+            if spec.kind is not GroupKind.MAMBA
+        ]
+        self._block_tokens = min((size for _, size in self._growing), default=1)
+        windows = (one for one in self.specs if one.kind is GroupKind.SLIDING_WINDOW)
+        self._window_tokens = min((one.window_tokens for one in windows), default=1 << 62)
         self.step_tokens = math.lcm(*(spec.block_tokens for spec in self.specs))
         self.whole = all(spec.kind is GroupKind.FULL for spec in self.specs)
 
@@ -66,12 +74,16 @@ class EngineGroups:
         """Return the token count at which the next block of some group is full. Recurrent states do
         not count: the engine hands them off itself.
         """
-        ends = (
-            (block + 1) * spec.block_tokens
-            for spec, block in zip(self.specs, next_block, strict=True)
-            if spec.kind is not GroupKind.MAMBA
-        )
-        return min(ends, default=1 << 62)
+        due = 1 << 62
+        for group, block_tokens in self._growing:
+            due = min(due, (next_block[group] + 1) * block_tokens)
+        return due
+
+    def run_tokens(self, wanted_tokens: int) -> int:
+        """Return how many tokens after the end of a full block ``wanted_tokens`` of blocks are
+        full; 0 if windows are so small that the engine might drop the first of them before.
+        """
+        return max(min(wanted_tokens, self._window_tokens // 4) - self._block_tokens, 0)
 
     def reach(self, found: LookupResult, limit_tokens: int) -> int:
         """Return the token count up to which leased blocks let the engine continue,
@@ -120,14 +132,15 @@ class EngineGroups:
         return range(first, end)
 
 
-def rows(leased: Bools, blocks: range) -> I64 | None:
+def rows(leased: Bools, blocks: range) -> I64 | slice | None:
     """Return the positions of ``blocks`` among the leased blocks, which is the order of their
     extents; None if one of them is not leased.
     """
-    wanted = np.arange(blocks.start, blocks.stop)
-    if not len(wanted):
-        return wanted.astype(np.int64)
-    if blocks.stop > len(leased) or not leased[wanted].all():
+    if blocks.stop > len(leased) or blocks.start >= blocks.stop:
+        return None if len(blocks) else slice(0, 0)
+    if leased[: blocks.stop].all():  # nearly always; a view of their extents costs no copy
+        return slice(blocks.start, blocks.stop)
+    if not leased[blocks.start : blocks.stop].all():
         return None
-    before: I64 = np.cumsum(leased)[wanted] - 1
+    before: I64 = np.cumsum(leased)[blocks.start : blocks.stop] - 1
     return before

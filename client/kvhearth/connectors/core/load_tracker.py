@@ -47,9 +47,10 @@ class RequestState:
         sources: tokens of its last load that were in DRAM, and that were promoted from SSD.
         loading: a load of ours is under way.
         admitted: the engine has given it pages; it may have KV.
-        dispatched_tokens: end of the tokens that steps dispatched since its last admission compute.
-            All KV up to there is written when those steps end: an engine schedules a request only
-            when every load for it has arrived.
+        dispatched: a step has computed tokens of it since its last admission. All KV that the
+            engine counts as computed is then written when its steps end: an engine schedules a
+            request only when every load for it has arrived.
+        due_step: see ``DueRequests``.
     """
 
     request: Request
@@ -70,7 +71,8 @@ class RequestState:
     sources: tuple[int, int] = (0, 0)
     loading: bool = False
     admitted: bool = False
-    dispatched_tokens: int = 0
+    dispatched: bool = False
+    due_step: int = 0
 
 
 @dataclass(eq=False)
@@ -133,10 +135,14 @@ class Loads:
             return
         dram = min(max(lookup.first_tokens - start, 0), tokens)
         state.sources = (dram, tokens - dram)
-        self._counters.add("load_requests")
-        self._counters.add("load_tokens", tokens)
-        self._counters.add("hit_dram_tokens", dram)
-        self._counters.add("hit_ssd_tokens", tokens - dram)
+        self._counters.add_all(
+            {
+                "load_requests": 1,
+                "load_tokens": tokens,
+                "hit_dram_tokens": dram,
+                "hit_ssd_tokens": tokens - dram,
+            }
+        )
         for group, spec in enumerate(self._groups.specs):
             if spec.kind is not GroupKind.MAMBA:
                 end = (start + tokens) // spec.block_tokens
@@ -156,13 +162,14 @@ class Loads:
             at = rows(result.leased, blocks)
             if at is None or blocks.stop > len(table):
                 return None
-            pages = np.asarray(table[blocks.start : blocks.stop], np.int64)
-            kept = pages != NULL_PAGE  # the window does not reach back that far
-            full = self._groups.specs[group].kind is GroupKind.FULL
-            if full and not kept.all():
-                return None
-            extents: Records = result.extents.reshape(-1, self._shards)[at[kept]]
-            moves[group] = Move(pages[kept], extents)
+            pages = np.fromiter(table[blocks.start : blocks.stop], np.int64, len(blocks))
+            extents: Records = result.extents.reshape(-1, self._shards)[at]
+            if not pages.all():  # the window does not reach back that far
+                if self._groups.specs[group].kind is GroupKind.FULL:
+                    return None
+                kept = pages != NULL_PAGE
+                pages, extents = pages[kept], extents[kept]
+            moves[group] = Move(pages, extents)
         return moves
 
     def reported(self, request_id: str, outcomes: Sequence[RankLoaded]) -> None:

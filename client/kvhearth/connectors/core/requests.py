@@ -5,8 +5,9 @@ result.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Container
 
-from kvhearth.connectors.core.engine import BlockTable, Context, Request
+from kvhearth.connectors.core.engine import BlockTable, Context, Request, Step
 from kvhearth.connectors.core.load_policy import Verdict
 from kvhearth.connectors.core.load_tracker import Loads, RequestState
 from kvhearth.connectors.core.lookup_queue import Lookup, LookupQueue
@@ -81,6 +82,97 @@ class PromotionTracker:
                 self._policy.promotion.observe(self._groups.step_tokens, seconds)
 
 
+DECODE_RUN_TOKENS = 64
+"""Full blocks of generated tokens wait until they have so many tokens, or their request ends: to
+examine a request and to follow a chain costs the scheduler as much for one block as for four.
+"""
+DECODE_STEPS = 8
+"""Decode steps that share a store: a store costs the scheduler the same whatever is in it."""
+
+
+class DueRequests:
+    """Finds the requests of a step that may fill a block, without a walk over all that run.
+
+    Nearly all steps compute one token for each of their requests. A request that lacks n tokens is
+    then due n steps later at the earliest and waits in the bucket of that step, or of one soon
+    after it, so that many share a bucket. Apart from buckets, a step examines the requests of which
+    it computes more tokens, and those that were admitted or left out by a step before.
+
+    Args:
+        every_steps: distance of the buckets in steps.
+    """
+
+    def __init__(self, every_steps: int = DECODE_STEPS) -> None:
+        self._every_steps = every_steps
+        self._step = 0
+        self._buckets: dict[int, list[RequestState]] = {}
+        self._awaited: dict[str, RequestState] = {}
+
+    def watch(self, state: RequestState) -> None:
+        """Examine a request in the next step that computes tokens of it."""
+        state.due_step = 0
+        self._awaited[state.request.request_id] = state
+
+    def forget(self, state: RequestState) -> None:
+        """Examine a request no more."""
+        state.due_step = 0
+        self._awaited.pop(state.request.request_id, None)
+
+    def take(
+        self,
+        step: Step,
+        find: Callable[[str], RequestState | None],
+        has_room: Callable[[], bool],
+    ) -> list[RequestState]:
+        """Begin a step, and return the requests to examine; each is examined again in the next one
+        unless ``put`` says otherwise. Without room for any block, those in buckets wait.
+        """
+        self._step += 1
+        scheduled = step.scheduled
+        found: dict[str, RequestState] = {}
+        due = self._buckets.pop(self._step, [])
+        bucket = self._buckets.setdefault(self._step + 1, [])
+        if due and not has_room():
+            bucket += due
+            due = []
+        for state in due:
+            if 0 < state.due_step <= self._step:
+                self._sort(state, scheduled, found)
+        for state in list(self._awaited.values()):
+            self._sort(state, scheduled, found)
+        names = [name for name in step.states if name in scheduled]
+        if step.tokens != len(scheduled):
+            names += [name for name, tokens in scheduled.items() if tokens != 1]
+        for name in names:
+            if name not in found and (named := find(name)) is not None:
+                self._sort(named, scheduled, found)
+        for state in found.values():
+            state.due_step = self._step + 1
+            bucket.append(state)
+        return list(found.values())
+
+    def _sort(
+        self, state: RequestState, scheduled: Container[str], found: dict[str, RequestState]
+    ) -> None:
+        name = state.request.request_id
+        if name in scheduled and not state.loading:
+            self._awaited.pop(name, None)
+            found[name] = state
+        else:
+            self.watch(state)
+
+    def put(self, state: RequestState, lacking_tokens: int | None) -> None:
+        """Examine a request when it has as many more tokens; None: when a step computes several at
+        once.
+        """
+        if lacking_tokens is None:
+            state.due_step = 0
+        elif lacking_tokens > 0:
+            due_step = self._step + lacking_tokens
+            state.due_step = due_step + -due_step % self._every_steps
+            self._buckets.setdefault(state.due_step, []).append(state)
+
+
 SPIN_S = 0.0002
 """How long a step may wait, in all, for answers that are about to come."""
 IDLE_SPIN_S = 0.003
@@ -105,9 +197,12 @@ class Requests:
         context: the engine's shared objects.
         loads: receives admitted hits. In an engine that does not load, lookups only find blocks
             that need not be stored.
+        run_tokens: tokens of generated blocks that wait for each other; 0 examines a request in
+            the very step that fills a block.
     """
 
-    def __init__(self, context: Context, loads: Loads) -> None:
+    def __init__(self, context: Context, loads: Loads, run_tokens: int = DECODE_RUN_TOKENS) -> None:
+        self._run_tokens = context.groups.run_tokens(run_tokens) if run_tokens else 0
         self._consumes = context.facts.loads
         self._options_of = context.facts.options_of
         self._settings = context.settings
@@ -123,6 +218,7 @@ class Requests:
         self._lookups = LookupQueue(context.client, context.groups, promotion_s=promotion_s)
         self._promotions = PromotionTracker(context, self._lookups, self._dropped_tokens)
         self._states: dict[str, RequestState] = {}
+        self._due = DueRequests(DECODE_STEPS if run_tokens else 1)
         self._asking: set[str] = set()
         self._aged_at = 0.0
         self._spun_s = 0.0
@@ -153,17 +249,34 @@ class Requests:
                 state.offer = (0, 0)
                 state.asked_count = max(state.asked_count - 1, 0)
 
-    def for_stores(self, request_id: str) -> RequestState | None:
-        """Return a live request, with its answer applied to its stores if one has come."""
-        state = self._states.get(request_id)
-        if state is None or state.lookup is None or state.seen:
-            return state
-        result = state.lookup.result
-        if result is not None:
-            self._note(state, state.lookup, result)
-            if not self._consumes:
-                self._drop(state)
-        return state
+    def due(self, step: Step, has_room: Callable[[], bool]) -> list[RequestState]:
+        """Begin a step, and return its requests that may fill a block, with their answers applied
+        to their stores if they have come. ``examined`` must be called for each.
+
+        Args:
+            step: the step.
+            has_room: tells whether any block can be stored.
+        """
+        found = self._due.take(step, self._states.get, has_room)
+        for state in found:
+            state.dispatched = True
+            lookup = state.lookup
+            result = None if lookup is None or state.seen else lookup.result
+            if lookup is not None and result is not None:
+                self._note(state, lookup, result)
+                if not self._consumes:
+                    self._drop(state)
+        return found
+
+    def examined(self, state: RequestState, tokens: int) -> None:
+        """Register that the full blocks among the first ``tokens`` of a request were examined."""
+        due_tokens = state.progress.due_tokens
+        if due_tokens > state.progress.tokens_max:
+            self._due.put(state, None)
+            return
+        generated = tokens < due_tokens and due_tokens > state.request.num_prompt_tokens
+        run_tokens = self._run_tokens if generated else 0
+        self._due.put(state, due_tokens + run_tokens - tokens)
 
     @property
     def count(self) -> int:
@@ -361,7 +474,8 @@ class Requests:
                 raise ValueError(f"{external_tokens} tokens of a request that was never seen")
             return
         # Another cache's load has written nothing yet, although it may be counted as computed.
-        state.dispatched_tokens = 0
+        state.dispatched = False
+        self._due.watch(state)
         if state.loading:
             return  # a second call, for the blocks after the loaded ones
         if not state.admitted:
@@ -380,6 +494,7 @@ class Requests:
         """Handle the end of a request and return its state."""
         state = self._states.pop(request_id, None)
         if state is not None:
+            self._due.forget(state)
             self._drop(state, gone=True)
             self._admitted_count -= state.admitted
         return state

@@ -26,7 +26,7 @@ from kvhearth.connectors.core.engine import (
 from kvhearth.connectors.core.groups import EngineGroups
 from kvhearth.connectors.core.load_policy import Bounds, LoadPolicy
 from kvhearth.connectors.core.load_tracker import Loads
-from kvhearth.connectors.core.requests import Requests
+from kvhearth.connectors.core.requests import DECODE_RUN_TOKENS, Requests
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import (
     STEP_TOKENS_MIN,
@@ -171,10 +171,12 @@ class SchedulerConnector:
             settings, facts, self._client, self._groups, geometry, self._policy, self.counters
         )
         self._loads = Loads(context)
-        self._requests = Requests(context, self._loads)
-        self._stores = Stores(context, self._block_refs)
         self._worker = None if facts.stepped else worker
         self._steps_finish = not facts.stepped and worker is None
+        # A step that may be the last one stores what it fills: no step may follow a request's end.
+        run_tokens = 0 if self._steps_finish else DECODE_RUN_TOKENS
+        self._requests = Requests(context, self._loads, run_tokens)
+        self._stores = Stores(context, self._block_refs)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -233,12 +235,15 @@ class SchedulerConnector:
         state = self._requests.finished(request.request_id)
         if state is None or state.loading or not self._facts.stores:
             return None
-        tokens = min(
-            int(request.num_computed_tokens), state.dispatched_tokens, int(request.num_tokens)
-        )
+        tokens = min(int(request.num_computed_tokens), int(request.num_tokens))
+        tokens = tokens if state.dispatched else 0
         state.progress.hashes = request.block_hashes
         if not self._steps_finish or self._requests.count:
-            self._stores.plan(state.progress, lambda: table, tokens)
+            self._stores.begin()
+            try:
+                self._stores.plan(state.progress, lambda: table, tokens)
+            finally:
+                self._stores.hold_chosen()
         self.counters.add("store_skipped", self._stores.left_blocks(state.progress, tokens))
         return min(tokens, state.progress.tokens_max)
 
@@ -260,19 +265,19 @@ class SchedulerConnector:
 
     @guarded(nothing)
     def _plan_stores(self, step: Step) -> None:
-        states = step.states
-        for request_id, scheduled in step.scheduled.items():
-            state = self._requests.for_stores(request_id)
-            if state is None or state.loading:
-                continue
+        begun = False
+        for state in self._requests.due(step, self._stores.begin):
             request, progress = state.request, state.progress
-            state.dispatched_tokens = request.num_computed_tokens + scheduled
-            tokens = min(state.dispatched_tokens, request.num_tokens)
-            offered = states.get(request_id, ())
-            if min(tokens, progress.tokens_max) < progress.due_tokens and not offered:
-                continue
-            progress.hashes = request.block_hashes
-            self._stores.plan(progress, partial(step.find_table, request_id), tokens, offered)
+            name = request.request_id
+            tokens = min(request.num_computed_tokens + step.scheduled[name], request.num_tokens)
+            offered = step.states.get(name, ())
+            if min(tokens, progress.tokens_max) >= progress.due_tokens or offered:
+                if not begun:
+                    self._stores.begin()
+                    begun = True
+                progress.hashes = request.block_hashes
+                self._stores.plan(progress, partial(step.find_table, name), tokens, offered)
+            self._requests.examined(state, tokens)
 
     def step_done(
         self,

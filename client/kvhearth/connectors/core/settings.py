@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from kvhearth.codec import CODECS
 from kvhearth.copiers.base import VERIFY_FRACTION
+from kvhearth.copiers.methods import AUTO, CopyMethod
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import parse_url
 
@@ -49,6 +51,9 @@ class Settings:
         held_percent: share of the engine's KV blocks that stores may keep from reuse.
         verify_fraction: fraction of the blocks loaded into GPU memory whose checksum is compared, 0
             to 1.
+        copy_method: method of copies between GPU memory and the arena: ``loop``, ``batch``,
+            ``kernel``, or ``auto`` for the environment's ``KVHEARTH_COPY_METHOD``, else the fastest
+            that was measured.
         touch_pages: touch the KV pages of a CPU engine in the background at startup, so that the
             first loads do not wait for the machine's memory.
         lease_s: age at which an unused lease is released; the request then looks up again.
@@ -57,6 +62,8 @@ class Settings:
         on_reset: effect of a reset of the engine's prefix cache on blocks in the daemon: ``drop``
             all of the namespace, ``keep`` them, or ``auto``: drop them if no other engine is
             attached to the namespace, or if weights are updated live.
+        codec: how blocks are encoded at rest; ``fp8`` and ``int4`` lose precision, in a namespace
+            of their own.
     """
 
     PLACE: ClassVar[str] = "options"
@@ -71,11 +78,13 @@ class Settings:
     offload_prompt_only: bool = False
     held_percent: int = between(25, 1, 90)
     verify_fraction: float = between(VERIFY_FRACTION, 0.0, 1.0)
+    copy_method: str = one_of(AUTO, *CopyMethod)
     touch_pages: bool = True
     lease_s: int = between(10, 1, 600)
     pool_tokens: int = between(0, 0, 1 << 24)
     revision: str = ""
     on_reset: str = one_of("auto", "drop", "keep")
+    codec: str = one_of(*CODECS)
 
 
 def parse_settings(

@@ -1,15 +1,15 @@
 """Stores of the scheduler's half: chooses full blocks, follows their copies, commits on a thread.
 
-A commit is a call to the daemon, and the scheduler's thread makes none.
+All blocks that a step fills are one store: one job for the workers, one report, one commit. A
+commit is a call to the daemon, and the scheduler's thread makes none.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -47,9 +47,9 @@ class BlockRefs:
         return max(self._pages_max - self.held_count, 0)
 
     def hold(self, number: int, pages: Sequence[int]) -> None:
-        """Keep pages from reuse for store ``number``."""
+        """Keep pages from reuse for store ``number``, which may hold others already."""
         self._pool.hold(pages)
-        self._held_by[number] = list(pages)
+        self._held_by.setdefault(number, []).extend(pages)
         self.held_count += len(pages)
 
     def release(self, number: int) -> None:
@@ -88,28 +88,72 @@ class StorePart:
     """One group of a store.
 
     Attributes:
-        keys: n keys in chain order.
-        parent: the key before the first one, or empty.
-        slots: slots that the blocks are copied to.
-        ok, summed: (n, shards): copied well, and with a checksum in ``sums`` (n, shards, 16).
+        keys: n keys, chain after chain, each in chain order.
+        pages: the engine's n pages.
+        chains: (position of a chain's first key, the key before it or empty), ascending.
+        granted: pieces of the slots that the blocks are copied to, in order.
+        slots: all n slots, once the store is complete.
+        outcomes: results of the ranks' copies, with their shard.
     """
 
-    keys: list[bytes]
-    parent: bytes
-    slots: Slots
-    ok: Bools
-    sums: U8
-    summed: Bools
+    keys: list[bytes] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    chains: list[tuple[int, bytes]] = field(default_factory=list)
+    granted: list[Slots] = field(default_factory=list)
+    outcomes: list[tuple[int, RankStored]] = field(default_factory=list)
+    slots: Slots = field(init=False)
+
+    def complete(self) -> Move:
+        """Fix the blocks, and return their copies."""
+        first = self.granted[0]
+        self.slots = first
+        if len(self.granted) > 1:
+            every = np.concatenate([each.extents for each in self.granted])
+            self.slots = Slots(first.boot_id, first.session_id, every)
+        return Move(np.array(self.pages, np.int64), self.slots.extents)
+
+    def results(self) -> tuple[Bools, U8 | None]:
+        """Return which blocks (n,) all ranks have copied well, and the checksums (n, shards, 16) if
+        the ranks computed those of all of them.
+        """
+        shape = self.slots.extents.shape
+        ok, summed = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+        sums = np.zeros((*shape, CHECKSUM_BYTES), np.uint8)
+        for shard, outcome in self.outcomes:
+            ok[outcome.positions, shard] = outcome.ok
+            if outcome.sums is not None:
+                sums[outcome.positions, shard] = outcome.sums
+                summed[outcome.positions, shard] = True
+        good: Bools = np.logical_and.reduce(ok, axis=1)
+        return good, sums if summed[good].all() else None
+
+    def commit_of(self, good: Bools, sums: U8 | None) -> CommitGroup:
+        """Return the commit of the ``good`` (n,) blocks, at least one, with checksums of all n or
+        none.
+        """
+        if good.all():
+            return CommitGroup(self.keys, self.slots.extents, sums, chains=self.chains)
+        keys = [self.keys[at] for at in np.flatnonzero(good).tolist()]
+        ends = [at for at, _ in self.chains[1:]] + [len(good)]
+        chains, position = list[tuple[int, bytes]](), 0
+        for (begin, parent), end in zip(self.chains, ends, strict=True):
+            if count := int(np.count_nonzero(good[begin:end])):
+                chains.append((position, parent))
+                position += count
+        chosen = None if sums is None else sums[good]
+        return CommitGroup(keys, self.slots.extents[good], chosen, chains=chains)
 
 
 @dataclass(eq=False)
 class OpenStore:
     """A store that ranks work on; a void one is not committed."""
 
-    parts: dict[int, StorePart]
+    number: int
     epoch: int
+    session_id: str
     ranks_left: int
     begun_at: float
+    parts: dict[int, StorePart] = field(default_factory=dict)
     void: bool = False
 
 
@@ -121,11 +165,11 @@ class Committer:
         slot_pool: supplies slots and takes back those whose copies failed.
 
     Attributes:
-        under_way: (group, key) of every block that is being stored.
+        under_way: by group, the keys of all blocks that are being stored.
     """
 
     def __init__(self, context: Context, slot_pool: ReservationPool) -> None:
-        self.under_way: set[tuple[int, bytes]] = set()
+        self.under_way: list[set[bytes]] = [set() for _ in range(context.groups.count)]
         self._client = context.client
         self._counters = context.counters
         self._slot_pool = slot_pool
@@ -177,16 +221,16 @@ class Committer:
         commits: dict[int, CommitGroup] = {}
         boot_id = ""
         for group, part in store.parts.items():
-            good = part.ok.all(axis=1)
+            good, sums = part.results()
+            if store.void:
+                good[:] = False
             boot_id = part.slots.boot_id
             if not good.all():
                 self._counters.add("store_failed", int(np.count_nonzero(~good)))
                 bad = part.slots.extents[~good]
                 self._slot_pool.give_back(group, Slots(boot_id, part.slots.session_id, bad))
             if good.any():
-                keys = [part.keys[at] for at in np.flatnonzero(good).tolist()]
-                sums = part.sums[good] if part.summed[good].all() else None
-                commits[group] = CommitGroup(keys, part.slots.extents[good], sums, part.parent)
+                commits[group] = part.commit_of(good, sums)
         if commits:
             result = self._client.commit(commits, boot_id=boot_id, epoch=store.epoch)
             asked = sum(len(item.keys) for item in commits.values())
@@ -205,7 +249,7 @@ class Committer:
 
     def _forget(self, store: OpenStore) -> None:
         for group, part in store.parts.items():
-            self.under_way.difference_update((group, key) for key in part.keys)
+            self.under_way[group].difference_update(part.keys)
 
     def _recover(self) -> None:
         self._client.count("commit_crashes")
@@ -235,12 +279,21 @@ class Progress:
     tokens_max: int = 1 << 62
 
 
-class _Chosen(NamedTuple):
-    """A block to store: its position in the request, its page, its key."""
+class _Run(NamedTuple):
+    """Blocks of one group that one request stores, in chain order: their positions in the request,
+    their pages and their keys, and the key before the first.
+    """
 
-    block: int
-    page: int
-    key: bytes
+    progress: Progress
+    group: int
+    blocks: list[int]
+    pages: list[int]
+    keys: list[bytes]
+    parent: bytes
+
+
+STORE_BLOCKS_MAX = 1024
+"""Most blocks of one store: one commit of them is well under any daemon's bound of keys."""
 
 
 class Stores:
@@ -264,6 +317,10 @@ class Stores:
         }
         self._slot_pool = ReservationPool(context.client, pool_blocks)
         self._number = 0
+        self._chosen: list[_Run] = []
+        self._page_room = 0
+        self._slot_room = [0] * context.groups.count
+        self._planned: OpenStore | None = None
         self._open: dict[int, OpenStore] = {}
         self._due: list[StoreJob] = []
         self._committer = Committer(context, self._slot_pool)
@@ -271,18 +328,31 @@ class Stores:
     @property
     def open_count(self) -> int:
         """Number of stores that ranks have not finished."""
-        return len(self._open)
+        return len(self._open) + (self._planned is not None)
 
     @property
     def oldest_s(self) -> float:
         """Age of the oldest open store in seconds."""
-        first = next(iter(self._open.values()), None)
+        first = next(iter(self._open.values()), self._planned)
         return 0.0 if first is None else time.monotonic() - first.begun_at
 
     def take_due(self) -> list[StoreJob]:
-        """Return the jobs planned since the last call, for the workers."""
+        """Return the jobs planned since the last call, for the workers: one, unless the session or
+        the epoch has changed in between.
+        """
+        self.hold_chosen()
+        self._complete()
         due, self._due = self._due, []
         return due
+
+    def begin(self) -> bool:
+        """Note how many blocks ``plan`` may choose until ``hold_chosen``; False if none."""
+        self.hold_chosen()
+        known = self._client.epoch >= 0
+        self._page_room = self._block_refs.room if known else 0
+        for group in range(len(self._slot_room)):
+            self._slot_room[group] = self._slot_pool.held(group)
+        return self._page_room > 0 and any(self._slot_room)
 
     def plan(
         self,
@@ -291,7 +361,8 @@ class Stores:
         tokens: int,
         states: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Store blocks that became full.
+        """Choose blocks that became full for the next store. Their pages must stay valid until
+        ``hold_chosen``.
 
         Args:
             progress: the request's progress, which is advanced.
@@ -300,38 +371,133 @@ class Stores:
             tokens: tokens computed when the workers copy, all of them known.
             states: recurrent states that the engine hands off, as in ``Step``.
         """
-        if progress.key_salt is None or self._client.epoch < 0:
+        if progress.key_salt is None:
             return
         tokens = min(tokens, progress.tokens_max)
-        table = cache(find_table)
-        moves: dict[int, Move] = {}
-        parts: dict[int, StorePart] = {}
-        held: list[int] = []
-        session_id = boot_id = ""
+        table: BlockTable | None = None
         for group, spec in enumerate(self._groups.specs):
-            room = min(self._block_refs.room - len(held), self._slot_pool.held(group))
+            room = min(self._page_room, self._slot_room[group])
             if room <= 0:
                 continue
+            end = self._groups.full_blocks(group, progress.hashes, tokens)
             if spec.kind is GroupKind.MAMBA:
-                chosen = self._choose_states(progress, group, tokens, states)[:room]
+                pages: Mapping[int, int] | Sequence[int] = self._states(group, end, states)
+                chosen, _ = self._choose(progress, group, pages, list(pages), room)
             else:
-                chosen = self._choose(progress, group, table, tokens, room)
-            slots = self._slot_pool.take(group, len(chosen))
-            if parts and slots.session_id != session_id:
-                slots = Slots("", "", slots.extents[:0])  # a new session began in between
-            if len(slots) < len(chosen):
-                progress.next_block[group] = chosen[len(slots)].block
-                chosen = chosen[: len(slots)]
-            if not chosen:
-                continue
-            session_id, boot_id = slots.session_id, slots.boot_id
-            pages = [one.page for one in chosen]
-            held += pages
-            moves[group] = Move(np.asarray(pages, np.int64), slots.extents)
-            parts[group] = self._part(progress, group, chosen, slots)
+                block = progress.next_block[group]
+                if block >= end:
+                    continue
+                table = find_table() if table is None else table
+                pages = table[self._groups.kv_groups[group]]
+                full = range(block, min(end, len(pages)))
+                chosen, done = self._choose(progress, group, pages, full, room)
+                progress.next_block[group] += done
+            self._page_room -= chosen
+            self._slot_room[group] -= chosen
         progress.due_tokens = self._groups.due_tokens(progress.next_block)
-        if parts:
-            self._begin(boot_id, moves, parts, held)
+
+    def _choose(
+        self,
+        progress: Progress,
+        group: int,
+        pages: Mapping[int, int] | Sequence[int],
+        candidates: Sequence[int],
+        room: int,
+    ) -> tuple[int, int]:
+        """Choose up to ``room`` blocks that have a page and are neither in the daemon nor on their
+        way there. Return their number, and that of the candidates examined.
+        """
+        key_of, hashes, salt = self._groups.key, progress.hashes, progress.key_salt or b""
+        under_way, present = self._committer.under_way[group], progress.present.get(group)
+        known = 0 if present is None else len(present)
+        blocks, chosen, keys, examined = list[int](), list[int](), list[bytes](), 0
+        for block in candidates:
+            if len(keys) == room:
+                break
+            examined += 1
+            page = pages[block]
+            if page == NULL_PAGE or (present is not None and block < known and present[block]):
+                continue
+            key = key_of(group, hashes, block, salt)
+            if key not in under_way:
+                blocks.append(block)
+                chosen.append(page)
+                keys.append(key)
+        if keys:
+            under_way.update(keys)
+            parent = key_of(group, hashes, blocks[0] - 1, salt) if blocks[0] else b""
+            self._chosen.append(_Run(progress, group, blocks, chosen, keys, parent))
+        return len(keys), examined
+
+    def _states(
+        self, group: int, end: int, states: Sequence[tuple[int, int, int]]
+    ) -> dict[int, int]:
+        """Return the pages, by block, of the states that the engine hands off at the end of one of
+        the first ``end`` blocks. A state between two ends has no key of a block and is skipped.
+        """
+        size, kv_group = self._groups.specs[group].block_tokens, self._groups.kv_groups[group]
+        return {
+            at // size - 1: page
+            for from_group, page, at in states
+            if from_group == kv_group and at % size == 0 and 0 < at // size <= end
+        }
+
+    def hold_chosen(self) -> None:
+        """Give the chosen blocks slots, and keep their pages from reuse."""
+        if not self._chosen:
+            return
+        runs, self._chosen = self._chosen, []
+        for group in range(self._groups.count):
+            own = [run for run in runs if run.group == group]
+            if own:
+                slots = self._slot_pool.take(group, sum(len(run.keys) for run in own))
+                self._enter_runs(group, own, slots)
+
+    def _enter_runs(self, group: int, runs: list[_Run], slots: Slots) -> None:
+        """Add runs to the planned store, as far as there are slots for them."""
+        left = len(slots)
+        store = self._store_for(slots) if left else None
+        part = StorePart() if store is None else store.parts.setdefault(group, StorePart())
+        before = len(part.pages)
+        for run in runs:
+            taken = min(left, len(run.keys))
+            left -= taken
+            if taken < len(run.keys):  # a new session began in between
+                self._committer.under_way[group].difference_update(run.keys[taken:])
+                block = min(run.progress.next_block[group], run.blocks[taken])
+                run.progress.next_block[group], run.progress.due_tokens = block, 0
+            if taken:
+                part.chains.append((len(part.keys), run.parent))
+                part.keys += run.keys[:taken]
+                part.pages += run.pages[:taken]
+        if store is not None:
+            part.granted.append(slots)
+            self._block_refs.hold(store.number, part.pages[before:])
+
+    def _store_for(self, slots: Slots) -> OpenStore:
+        """Return the planned store if more slots fit into it; otherwise plan another one."""
+        store, epoch = self._planned, self._client.epoch
+        if store is not None:
+            blocks = sum(len(part.keys) for part in store.parts.values())
+            fits = not blocks or blocks + len(slots) <= STORE_BLOCKS_MAX
+            if fits and (store.session_id, store.epoch) == (slots.session_id, epoch):
+                return store
+            self._complete()
+        self._number += 1
+        ranks = self._geometry.ranks
+        store = OpenStore(self._number, epoch, slots.session_id, ranks, time.monotonic())
+        self._planned = store
+        return store
+
+    def _complete(self) -> None:
+        """Make the planned store a job for the workers."""
+        store, self._planned = self._planned, None
+        if store is None:
+            return
+        moves = {group: part.complete() for group, part in store.parts.items()}
+        boot_id = next(iter(store.parts.values())).slots.boot_id
+        self._open[store.number] = store
+        self._due.append(StoreJob(store.number, boot_id, moves))
 
     def left_blocks(self, progress: Progress, tokens: int) -> int:
         """Count the blocks of a request that were not stored, for want of slots or of blocks to
@@ -346,95 +512,14 @@ class Stores:
             if self._groups.specs[group].kind is not GroupKind.MAMBA
         )
 
-    def _choose(
-        self,
-        progress: Progress,
-        group: int,
-        find_table: Callable[[], BlockTable],
-        tokens: int,
-        blocks_max: int,
-    ) -> list[_Chosen]:
-        """Return the blocks of a group to store now; those that do not fit are examined again in
-        the next step.
-        """
-        block = progress.next_block[group]
-        end = self._groups.full_blocks(group, progress.hashes, tokens)
-        if block >= end:
-            return []
-        table = find_table()[self._groups.kv_groups[group]]
-        end = min(end, len(table))
-        chosen: list[_Chosen] = []
-        while block < end and len(chosen) < blocks_max:
-            found = self._wanted(progress, group, block, table[block])
-            if found is not None:
-                chosen.append(found)
-            block += 1
-        progress.next_block[group] = block
-        return chosen
-
-    def _choose_states(
-        self,
-        progress: Progress,
-        group: int,
-        tokens: int,
-        states: Sequence[tuple[int, int, int]],
-    ) -> list[_Chosen]:
-        """Return the states that the engine hands off at a block's end. A state between two ends
-        has no key of a block and is skipped.
-        """
-        size, kv_group = self._groups.specs[group].block_tokens, self._groups.kv_groups[group]
-        end = self._groups.full_blocks(group, progress.hashes, tokens)
-        found = [
-            self._wanted(progress, group, at // size - 1, page)
-            for from_group, page, at in states
-            if from_group == kv_group and at % size == 0 and 0 < at // size <= end
-        ]
-        return [one for one in found if one is not None]
-
-    def _wanted(self, progress: Progress, group: int, block: int, page: int) -> _Chosen | None:
-        """Return the block, unless it has no page, is in the daemon or on its way there."""
-        present = progress.present.get(group)
-        if page == NULL_PAGE or (present is not None and block < len(present) and present[block]):
-            return None
-        key = self._groups.key(group, progress.hashes, block, progress.key_salt or b"")
-        return None if (group, key) in self._committer.under_way else _Chosen(block, page, key)
-
-    def _part(
-        self, progress: Progress, group: int, chosen: list[_Chosen], slots: Slots
-    ) -> StorePart:
-        first = chosen[0].block
-        parent = b""
-        if first:
-            parent = self._groups.key(group, progress.hashes, first - 1, progress.key_salt or b"")
-        keys = [one.key for one in chosen]
-        self._committer.under_way.update((group, key) for key in keys)
-        shape = slots.extents.shape
-        return StorePart(
-            keys,
-            parent,
-            slots,
-            np.zeros(shape, np.bool_),
-            np.zeros((*shape, CHECKSUM_BYTES), np.uint8),
-            np.zeros(shape, np.bool_),
-        )
-
-    def _begin(
-        self, boot_id: str, moves: dict[int, Move], parts: dict[int, StorePart], held: list[int]
-    ) -> None:
-        self._number += 1
-        self._block_refs.hold(self._number, held)
-        self._open[self._number] = OpenStore(
-            parts, self._client.epoch, self._geometry.ranks, time.monotonic()
-        )
-        self._due.append(StoreJob(self._number, boot_id, moves))
-
     def reported(self, report: WorkerReport) -> None:
         """Process ranks' finished copies."""
         for number, outcomes in report.stores.items():
             store = self._open.get(number)
             if store is not None:
                 for group, outcome in outcomes:
-                    self._enter(store.parts[group], outcome)
+                    shard = self._geometry.shard_of(outcome.rank)
+                    store.parts[group].outcomes.append((shard, outcome))
         for number, count in report.stored_ranks.items():
             store = self._open.get(number)
             if store is None:
@@ -442,9 +527,6 @@ class Stores:
             store.ranks_left -= count
             if store.ranks_left <= 0:
                 del self._open[number]
-                if store.void:
-                    for part in store.parts.values():
-                        part.ok[:] = False
                 self._block_refs.release(number)
                 self._committer.put(store)
 
@@ -452,15 +534,9 @@ class Stores:
         """Void the open stores, so that none is committed: another cache's load failed in a step
         that has already computed on it, and it is not known which pages hold the results.
         """
+        self._complete()
         for store in self._open.values():
             store.void = True
-
-    def _enter(self, part: StorePart, outcome: RankStored) -> None:
-        shard = self._geometry.shard_of(outcome.rank)
-        part.ok[outcome.positions, shard] = outcome.ok
-        if outcome.sums is not None:
-            part.sums[outcome.positions, shard] = outcome.sums
-            part.summed[outcome.positions, shard] = True
 
     def drain(self, deadline_s: float) -> bool:
         """Wait up to ``deadline_s`` until all finished copies are committed; False if some are
@@ -472,6 +548,7 @@ class Stores:
         """Commit finished stores, give the pool back and release blocks."""
         until = time.monotonic() + deadline_s
         ended = self._committer.close(deadline_s)
+        self._complete()
         for number, store in list(self._open.items()):
             self._block_refs.release(number)
             for group, part in store.parts.items():

@@ -28,6 +28,7 @@ from kvhearth.connectors.core.step_metadata import (
 )
 from kvhearth.contract import Contract
 from kvhearth.copiers.base import BlockFailure, Copier, Done, Ticket
+from kvhearth.copiers.device import numa_node
 from kvhearth.counters import Warnings, log_event
 from kvhearth.errors import ClientReason, KVHearthError, NoReason, Reason
 from kvhearth.model import I64
@@ -125,13 +126,20 @@ class WorkerConnector:
         contract = Contract.from_json(offer.contract)
         self._geometry = Geometry.of(contract, offer.replicas)
         self._client = connect(
-            settings.url, contract, engine_id=engine_id, scheduler=False, rank=rank
+            settings.url,
+            contract,
+            engine_id=engine_id,
+            scheduler=False,
+            rank=rank,
+            numa_node=numa_node(pages[0].device) if pages else -1,
         )
         if settings.touch_pages and all(one.device == "cpu" for one in pages):
             spans = [span for one in pages for span in one.host_spans()]
             self._populate = Populate(spans, pages, allocates=True)
         kv = dict(enumerate(pages))
-        make = make or default_copier(verify_fraction=settings.verify_fraction)
+        make = make or default_copier(
+            verify_fraction=settings.verify_fraction, method=settings.copy_method
+        )
         # Two pools, so that a load does not wait for the stores before it.
         self._loading = CopierPool(self._client, kv, make)
         self._storing = CopierPool(self._client, kv, make)
@@ -239,11 +247,10 @@ class WorkerConnector:
             work.reason = work.reason or BlockFailure.STALE_BOOT
             return True
         try:
-            with copier_pool.order.after(work.mark):
-                if storing:
-                    ticket = copier.store(work.job.boot_id, pages, extents)
-                else:
-                    ticket = copier.load(work.job.boot_id, extents, pages)
+            if storing:
+                ticket = copier.store(work.job.boot_id, pages, extents, after=work.mark)
+            else:
+                ticket = copier.load(work.job.boot_id, extents, pages, after=work.mark)
         except KVHearthError:  # the copier was closed with the session
             work.reason = work.reason or BlockFailure.STALE_BOOT
             return True

@@ -5,17 +5,21 @@ Importing it does not require vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import ERROR
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
-from kvhearth.connectors.core.engine import EngineFacts, RequestOptions, Step
+from kvhearth.codec import LOSSLESS
+from kvhearth.connectors.core.engine import BlockTable, EngineFacts, RequestOptions, Step
 from kvhearth.connectors.core.scheduler import SchedulerConnector, agreed
 from kvhearth.connectors.core.settings import Settings, one_of
 from kvhearth.connectors.core.step_metadata import Geometry, Handshake
 from kvhearth.connectors.core.worker import WorkerConnector
 from kvhearth.connectors.vllm.identity import Adapters, EngineGroup, engine_contract, weights_change
+from kvhearth.contract import Contract
+from kvhearth.copiers import kernels
 from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
@@ -213,13 +217,58 @@ def _count(value: Any) -> int:
     return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
 
 
-def step_of(output: Any) -> Step:
-    """Return the step of vLLM's scheduler output."""
-    tables, tokens = output.kv_connector_block_state, int(output.total_num_scheduled_tokens)
-    if tables is None:
+class BlockIds(Sequence[int]):
+    """Ids of vLLM's blocks, read when they are accessed: a long request has hundreds.
+
+    Args:
+        blocks: the blocks, in a list that may grow.
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> BlockIds: ...
+    def __getitem__(self, index: int | slice) -> int | BlockIds:
+        if isinstance(index, slice):
+            return BlockIds(self._blocks[index])
+        return int(self._blocks[index].block_id)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(_block_id, self._blocks)
+
+
+_block_id: Callable[[Any], int] = operator.attrgetter("block_id")
+
+
+def table_of(blocks: Any) -> BlockTable:
+    """Return the block table of vLLM's ``KVCacheBlocks``."""
+    return tuple(map(BlockIds, blocks.blocks))
+
+
+def step_of(output: Any, cache_manager: Any) -> Step:
+    """Return the step of vLLM's scheduler output.
+
+    Args:
+        output: vLLM's ``SchedulerOutput``.
+        cache_manager: vLLM's ``KVCacheManager``, which has the requests' blocks; its output would
+            make a list of all of a request's.
+    """
+    state, tokens = output.kv_connector_block_state, int(output.total_num_scheduled_tokens)
+    if state is None:
         return Step(tokens)
     return Step(
-        tokens, output.num_scheduled_tokens, tables.get_block_ids, tables.boundary_state_offloads
+        tokens,
+        output.num_scheduled_tokens,
+        lambda request_id: table_of(cache_manager.get_blocks(request_id)),
+        state.boundary_state_offloads,
     )
 
 
@@ -325,9 +374,23 @@ def describe(
         packing=packing_of(vllm_config, kv_cache_config),
         given_revision=settings.revision,
         live=weights_change(vllm_config, settings.on_reset),
+        codec=settings.codec,
     )
+    check_codec(contract, pages)
     kv_groups = tuple(group.kv_group for group in groups)
     return Handshake(contract.to_json(), replicas, kv_groups, private=private), pages
+
+
+def check_codec(contract: Contract, pages: Sequence[PagedKV]) -> None:
+    """Refuse a codec for pages that cannot be encoded in this process.
+
+    Raises:
+        KVHearthError: ``bad_contract``.
+    """
+    if contract.codec == LOSSLESS or all(one.device == "cpu" for one in pages):
+        return
+    if reason := kernels.available():
+        raise _bad(f"codec {contract.codec} for pages on {pages[0].device}: {reason}")
 
 
 def hash_tokens_of(vllm_config: Any, kv_cache_config: Any) -> int:

@@ -40,6 +40,7 @@ from kvhearth.connectors.vllm.adapter import (
     make_scheduler,
     make_worker,
     step_of,
+    table_of,
 )
 from kvhearth.counters import LOGGER, log_event
 
@@ -288,7 +289,7 @@ class SchedulerRole(KVHearthConnector):
     @guarded(lambda: False)
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
         if self._scheduler is not None:
-            table = blocks.get_block_ids() if num_external_tokens else ()
+            table = table_of(blocks) if num_external_tokens else ()
             self._scheduler.allocated(request, table, num_external_tokens)
         return True
 
@@ -301,7 +302,7 @@ class SchedulerRole(KVHearthConnector):
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         """Return the workers' jobs of this step."""
         if self._scheduler is not None:
-            return self._scheduler.plan_step(step_of(scheduler_output))
+            return self._scheduler.plan_step(step_of(scheduler_output, self._kv_cache_manager))
         if self._handshake_steps:
             self._handshake_steps -= 1
             if not self._handshake_steps:

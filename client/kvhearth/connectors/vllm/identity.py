@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from kvhearth.codec import LOSSLESS
 from kvhearth.connectors.core.step_metadata import Geometry
 from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
 from kvhearth.counters import Warnings, log_event
@@ -328,6 +329,7 @@ def engine_contract(
     packing: str,
     given_revision: str = "",
     live: bool = False,
+    codec: str = LOSSLESS,
 ) -> tuple[Contract, bool]:
     """Return the contract, and whether its namespace is this engine's alone.
 
@@ -339,6 +341,7 @@ def engine_contract(
         packing: layout, attention backend and instruction set: how bytes lie inside a page.
         given_revision: the user's own name of the weights, or empty.
         live: True if the weights may be replaced while the engine runs.
+        codec: how blocks are encoded at rest.
 
     Raises:
         KVHearthError: ``bad_contract`` naming the part of this engine that cannot be cached.
@@ -370,7 +373,7 @@ def engine_contract(
         rope_digest=config_digest(model, cache),
         draft_model=draft,
     )
-    return contract, weights.private or random_seed or private_draft
+    return contract.with_codec(codec), weights.private or random_seed or private_draft
 
 
 def adapter_digest(path: str) -> bytes:

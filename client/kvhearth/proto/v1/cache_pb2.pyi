@@ -225,6 +225,8 @@ class GroupCommit(google.protobuf.message.Message):
     GENERATIONS_FIELD_NUMBER: builtins.int
     CHECKSUMS_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
+    CHAINS_FIELD_NUMBER: builtins.int
+    PARENTS_FIELD_NUMBER: builtins.int
     group: builtins.int
     keys: builtins.bytes
     slots: builtins.bytes
@@ -234,6 +236,11 @@ class GroupCommit(google.protobuf.message.Message):
     """n x shards xxh3_128 sums of 16 bytes, or empty: then the daemon sums."""
     parent: builtins.bytes
     """The key before the first one in the chain, or empty: lets eviction take a chain from its end."""
+    chains: builtins.bytes
+    """For keys of several chains: each chain's first position among the keys (u32), ascending from 0, and the key
+    before it (zeros: none). `parent` is then not read.
+    """
+    parents: builtins.bytes
     def __init__(
         self,
         *,
@@ -243,8 +250,10 @@ class GroupCommit(google.protobuf.message.Message):
         generations: builtins.bytes = ...,
         checksums: builtins.bytes = ...,
         parent: builtins.bytes = ...,
+        chains: builtins.bytes = ...,
+        parents: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "generations", b"generations", "group", b"group", "keys", b"keys", "parent", b"parent", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chains", b"chains", "checksums", b"checksums", "generations", b"generations", "group", b"group", "keys", b"keys", "parent", b"parent", "parents", b"parents", "slots", b"slots"]) -> None: ...
 
 global___GroupCommit = GroupCommit
 

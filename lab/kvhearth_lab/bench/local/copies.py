@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import secrets
 import time
 from collections import deque
@@ -22,29 +21,19 @@ from kvhearth.transfer import ReservationPool
 from kvhearth.transports.base import CacheTransport
 from kvhearth_lab.bench.daemon import Served, attached, broken, contract, empty_call, served, wire
 from kvhearth_lab.bench.local.figures import BATCH, PAGE_BYTES, Result, Sizes
+from kvhearth_lab.bench.peers.adapters.harness import huge_or_not, pages_behind
 from kvhearth_lab.bench.report import p50, ratio_of, steps, us
-
-_MAP_HUGETLB = 0x40000
-_HUGE = "2MiB"
-_OTHER = "4KiB or transparent"
 
 
 def blocks(seed: int) -> tuple[U8, str]:
     """Return a batch of distinct, touched blocks, shape (BATCH, PAGE_BYTES), and the kind of its
     pages: huge ones if enough are free, as an engine's pinned pool would have.
     """
-    size, kind = BATCH * PAGE_BYTES, _HUGE
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_HUGETLB)
-    except OSError:
-        memory, kind = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _OTHER
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    made = np.frombuffer(memory, np.uint8).reshape(BATCH, PAGE_BYTES)
+    made, kind = huge_or_not(BATCH, PAGE_BYTES, hugepages=True)
     random = np.random.default_rng(seed)
     made[:] = random.integers(0, 256, PAGE_BYTES, np.uint8)
     made[:, 0] = np.arange(BATCH)
-    return made, kind
+    return made, pages_behind(made, kind)
 
 
 def shuffled() -> I64:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 import random
 import secrets
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvhearth.shared_memory import MADV_POPULATE_WRITE
 from kvhearth.version import __version__
 from kvhearth_lab.bench.daemon import CHAIN_KEYS, attached, broken, contract, keys_of, served
 from kvhearth_lab.bench.local.copies import copy_part
+from kvhearth_lab.bench.local.decode import decode_part
 from kvhearth_lab.bench.local.figures import KEYS, SLAB_BYTES, SMALL_BYTES, Result, Sizes
 from kvhearth_lab.bench.local.lookups import lookup_part
+from kvhearth_lab.bench.local.pauses import pauses_part
 from kvhearth_lab.bench.report import machine, p50, steps
 from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.core import Core
@@ -26,6 +33,8 @@ _SESSION = 1
 _EPOCH = 1
 _COMMIT_KEYS = 4096
 _SETTLE_S = 2.0
+_UTIME = 11
+"""Place of the user time among the fields of ``/proc/PID/stat`` behind the name."""
 
 
 def idle_part(result: Result, sizes: Sizes) -> None:
@@ -44,6 +53,48 @@ def idle_part(result: Result, sizes: Sizes) -> None:
             used = (daemon.cpu_s() - before) / (time.monotonic() - start)
             values["idle_cpu"] = round(used, 5)
         result.book_errors += daemon.book_errors()
+
+
+def populate_part(result: Result, sizes: Sizes) -> None:
+    """Measure the start of daemons with a larger arena.
+
+    A virtual machine's host gives memory at its first touch and takes it back some time after it is
+    freed. That counts as processor time here. As much private memory is touched right before: it
+    costs what host and kernel take for it, and the daemon then gets pages that the host has given.
+    """
+    used, raw, ready = list[float](), list[float](), list[float]()
+    gib = (sizes.populate_bytes - SLAB_BYTES) / (1 << 30)
+    for _ in steps(sizes.populates, "starts with a larger arena"):
+        least, _ = _start(SLAB_BYTES)
+        raw.append(_touch(sizes.populate_bytes) / sizes.populate_bytes * (1 << 30))
+        cpu_s, seconds = _start(sizes.populate_bytes)
+        used.append(max(cpu_s - least, 0.0) / gib)
+        ready.append(seconds)
+    result.values["populate_bytes"] = sizes.populate_bytes
+    result.put("populate_cpu_s_per_gib", used)
+    result.put("raw_populate_cpu_s_per_gib", raw)
+    result.put("populate_ready_s", ready)
+
+
+def _start(memory_bytes: int) -> tuple[float, float]:
+    """Return the processor time of a daemon until it is ready, and the seconds."""
+    with served(memory=memory_bytes, http="off") as daemon:
+        seconds = daemon.ready()["seconds"]
+        # Unlike the sum over its threads, this has those that ended.
+        fields = Path(f"/proc/{daemon.pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[_UTIME]) + int(fields[_UTIME + 1])
+    return ticks / os.sysconf("SC_CLK_TCK"), seconds
+
+
+def _touch(size_bytes: int) -> float:
+    """Take and free private memory, in huge pages where possible; return the processor time."""
+    start = time.process_time()
+    with mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(MADV_POPULATE_WRITE)
+        used = time.process_time() - start
+    return used
 
 
 def core_part(result: Result, sizes: Sizes) -> None:
@@ -107,7 +158,15 @@ def _drop_output(core: Core) -> None:
     core.state.take_evicted()
 
 
-_PARTS = (idle_part, copy_part, lookup_part, core_part)
+_PARTS = (
+    idle_part,
+    populate_part,
+    copy_part,
+    pauses_part,
+    lookup_part,
+    decode_part,
+    core_part,
+)
 
 
 def run(sizes: Sizes) -> dict[str, Any]:

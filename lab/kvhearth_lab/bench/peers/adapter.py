@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,26 +92,36 @@ def check_installed(python: Path) -> None:
         raise PeerFailed(f"no interpreter at {python}")
 
 
-class Adapter:
-    """The process of a peer.
+def adapter_of(python: Path, peer: str, folder: Path) -> Adapter:
+    """Start the adapter of a peer.
 
     Args:
         python: the peer's interpreter.
         peer: prefix of the peer's file in ``adapters/``, such as ``lmcache`` or ``mooncake``.
         folder: folder for logs and sockets; a short path.
     """
+    file = _HARNESS.with_name(f"{peer}_peer.py")
+    return Adapter([str(python), str(_HARNESS), str(file), str(folder)], folder)
 
-    def __init__(self, python: Path, peer: str, folder: Path) -> None:
+
+class Adapter:
+    """The process of a peer.
+
+    Args:
+        command: what to run, with the interpreter first.
+        folder: folder for logs and sockets; a short path.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._log_path = folder / "adapter.log"
         self._rest = b""
         self._leftovers: list[Path] = []
-        command = [str(python), str(_HARNESS), str(_HARNESS.with_name(f"{peer}_peer.py"))]
         kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
         kept.pop("PYTHONPATH", None)
         with self._log_path.open("wb") as log:
             # A session of its own, so that its daemons always end with it.
             self._process = subprocess.Popen(
-                [*command, str(folder)],
+                list(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

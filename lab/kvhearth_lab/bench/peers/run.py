@@ -16,6 +16,7 @@ from kvhearth_lab.bench.local.figures import BATCH, KEYS, PAGE_BYTES, SMALL_BYTE
 from kvhearth_lab.bench.peers.adapter import (
     Adapter,
     PeerFailed,
+    adapter_of,
     interpreters,
     parse_count,
     seconds_of,
@@ -289,7 +290,7 @@ def _pair(name: str, python: Path, sizes: Sizes, huge: bool, note: Note) -> Pair
 @contextmanager
 def _adapter(name: str, python: Path) -> Iterator[Adapter]:
     with tempfile.TemporaryDirectory(prefix="kvh-") as folder:
-        adapter = Adapter(python, name, Path(folder))
+        adapter = adapter_of(python, name, Path(folder))
         try:
             yield adapter
         finally:

@@ -35,6 +35,7 @@ class Sizes:
     Attributes:
         tier_bytes, segment_bytes: capacity of the tier and size of its files.
         round_bytes: bytes written, read or both in each turn; also the size of the raw file.
+        survey_rounds: turns of each way to reach the drive, to find the best.
         rounds: turns of each kind.
         depth: concurrent requests in the kernel, of the tier and raw.
         reads: single blocks that are read while the drive is full of writes.
@@ -42,11 +43,13 @@ class Sizes:
         restarts: number of restarts.
         slots: slots of the arena whose journal is read.
         peer_rounds: stores and loads of each peer.
+        windows, window_s: windows of lookups, as many quiet as with writes, and their length.
     """
 
     tier_bytes: int = 2816 * MIB
     segment_bytes: int = 256 * MIB
     round_bytes: int = 768 * MIB
+    survey_rounds: int = 3
     rounds: int = 7
     depth: int = 32
     reads: int = 300
@@ -55,6 +58,8 @@ class Sizes:
     restarts: int = 3
     slots: int = 1 << 20
     peer_rounds: int = 5
+    windows: int = 8
+    window_s: float = 1.5
 
     @property
     def small_tier_bytes(self) -> int:
@@ -63,8 +68,10 @@ class Sizes:
 
     @property
     def needed_bytes(self) -> int:
-        """Upper bound on the bytes on the drive at once; peers store as much as the slots hold."""
-        first = self.tier_bytes + SLOTS * BLOCK_BYTES
+        """Upper bound on the bytes on the drive at once; peers store as much as the slots hold, and
+        a raw file has as much as a round.
+        """
+        first = self.tier_bytes + SLOTS * BLOCK_BYTES + self.round_bytes
         return max(first, self.small_tier_bytes) + _SPARE_BYTES
 
 
@@ -73,6 +80,7 @@ QUICK = Sizes(
     tier_bytes=1152 * MIB,
     segment_bytes=64 * MIB,
     round_bytes=256 * MIB,
+    survey_rounds=1,
     rounds=2,
     reads=30,
     small_blocks=20_000,
@@ -80,6 +88,8 @@ QUICK = Sizes(
     restarts=1,
     slots=1 << 16,
     peer_rounds=2,
+    windows=2,
+    window_s=0.5,
 )
 
 
@@ -106,10 +116,14 @@ GB = 1e9
 FIGURES = (
     Figure("raw_write_gbs", "GB/s of writes of 2 MiB, no store in the way"),
     Figure("write_gbs", "GB/s of stores, verified and acknowledged"),
-    Figure("write_ratio", "stores against raw writes", ">=", 0.9),
+    Figure("write_of_best", "stores against the best raw way to write", ">=", 0.9),
     Figure("raw_read_gbs", "GB/s of reads of 2 MiB, no store in the way"),
     Figure("read_gbs", "GB/s of loads, every one verified"),
-    Figure("read_ratio", "loads against raw reads", ">=", 0.9),
+    Figure("read_of_best", "loads against the best raw way to read", ">=", 0.9),
+    Figure("read_vs_lmcache", "loads against LMCache's fs_native, in turns", ">=", 1.0),
+    Figure("read_vs_vllm_fs", "loads against vLLM's filesystem tier, in turns", ">=", 1.0),
+    Figure("write_vs_lmcache", "stores against LMCache's fs_native, in turns"),
+    Figure("write_vs_vllm_fs", "stores against vLLM's filesystem tier, in turns"),
     Figure("raw_mixed_gbs", "GB/s of reads and writes in turns"),
     Figure("mixed_gbs", "GB/s of loads and stores at the same time"),
     Figure("mixed_ratio", "that against raw"),
@@ -122,9 +136,9 @@ FIGURES = (
     Figure("loop_idle_max_ms", "the same of a loop with nothing to do: what the machine does"),
     Figure("tier_call_max_ms", "longest single call of the tier on the loop"),
     Figure("tier_call_cpu_max_ms", "most processor time of one: what is not the machine's doing"),
-    Figure("cpu_s_per_gb", "processor time a GB, the larger of the next two", "<=", 0.1),
-    Figure("write_cpu_s_per_gb", "of stores, checksums and the driving loop included"),
-    Figure("read_cpu_s_per_gb", "of loads, checksums and the driving loop included"),
+    Figure("cpu_s_per_gb", "processor time a GB of loads, checksums and loop included", "<=", 0.06),
+    Figure("read_cpu_s_per_gb", "the same"),
+    Figure("write_cpu_s_per_gb", "the same of stores", "<=", 0.1),
     Figure("raw_write_cpu_s_per_gb", "of raw writes"),
     Figure("raw_read_cpu_s_per_gb", "of raw reads"),
     Figure("write_amplification", "bytes written to the drive for each stored, only stores"),
@@ -133,6 +147,11 @@ FIGURES = (
     Figure("recover_blocks_per_s", "read back from footers after a restart", ">=", 500_000),
     Figure("recover_cpu_s_per_million", "processor time of that, a million blocks"),
     Figure("recover_loop_block_max_ms", "longest that the event loop stood still meanwhile"),
+    Figure("lookup_p99_while_writing", "p99 of lookups of 512 keys against quiet ones", "<=", 2),
+    Figure("lookup_p50_while_writing", "p50 of the same"),
+    Figure("lookup_quiet_p99_us", "lookup of 512 keys, the tier at rest"),
+    Figure("lookup_writing_p99_us", "lookup of 512 keys while the tier writes"),
+    Figure("lookup_written_gbs", "GB/s that the tier wrote meanwhile"),
     Figure("adopt_s_per_million_slots", "reading the arena's journal after a restart"),
     Figure("adopt_index_s_per_million_slots", "and making the core's index of it"),
 )
@@ -158,8 +177,8 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         _bars(speeds, found, "gbs", _KINDS)
         speeds.set_title("GB/s at 2 MiB (whisker: spread)")
         _bars(costs, found, "cpu_s_per_gb", _KINDS[:2])
-        costs.axhline(0.1, color="black")
-        title = "processor seconds a GB (line: target)\nours verifies every byte, peers do not"
+        costs.axhline(0.06, color="black")
+        title = "processor seconds a GB (line: of reads)\nours verifies every byte, peers do not"
         costs.set_title(title)
 
 

@@ -1,4 +1,4 @@
-"""The drive's own ceiling: bare 2 MiB requests through the tier's kernel interface.
+"""The drive's own ceiling: bare 2 MiB requests, and the best of several ways to make them.
 
 They go to the places of the tier's blocks: another file lies elsewhere on the drive, and that alone
 makes a difference of a third.
@@ -7,7 +7,6 @@ makes a difference of a third.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import select
 import time
@@ -17,27 +16,29 @@ from pathlib import Path
 import numpy as np
 
 from kvhearth.model import U8, Records, checksum_of
-from kvhearth_lab.bench.ssd.figures import BATCH, BLOCK_BYTES, SLOTS, Sizes
+from kvhearth_lab.bench.report import p50, steps
+from kvhearth_lab.bench.ssd.figures import BATCH, BLOCK_BYTES, GB, SLOTS, Sizes
+from kvhearth_server.memory.mapping import HugepagePolicy
+from kvhearth_server.memory.segments import create_segment
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, LoadBatch, StoreBatch
-from kvhearth_server.tiers.ssd.disk.probe import open_queue
+from kvhearth_server.tiers.ssd.disk.probe import NAMES, open_queue, probe
 from kvhearth_server.tiers.ssd.disk.queues import Op, Request
 
-_MAP_HUGETLB = 0x40000
 FAMILY = BlockSpec(bytes(32), 0, 1, BLOCK_BYTES)
 
 
 class Slots:
-    """Memory for blocks of 2 MiB; the stored bytes differ from slot to slot."""
+    """Memory for blocks of 2 MiB, as the daemon's arena; the stored bytes differ from slot to slot.
 
-    def __init__(self) -> None:
-        size, flags = 2 * SLOTS * BLOCK_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.pages = "2MiB"
-        try:
-            mapping = mmap.mmap(-1, size, flags | _MAP_HUGETLB)
-        except OSError:
-            self.pages, mapping = "4KiB or transparent", mmap.mmap(-1, size, flags)
-        self.bytes: U8 = np.frombuffer(mapping, np.uint8)
-        self.address = int(self.bytes.ctypes.data)
+    Args:
+        policy: pages to take, by default the best to be had.
+    """
+
+    def __init__(self, policy: HugepagePolicy = HugepagePolicy.PREFER) -> None:
+        self._segment = create_segment(2 * SLOTS * BLOCK_BYTES, policy)
+        self.pages = str(self._segment.page_kind)
+        self.bytes: U8 = self._segment.view
+        self.address = self._segment.address
         words = self.bytes.view(np.uint64)
         half = len(words) // 2
         words[:half] = np.random.default_rng(1).integers(0, 1 << 63, half, np.uint64)
@@ -92,16 +93,21 @@ _WAIT_S = 1.0
 class Raw:
     """Requests to ``spots``; a write repeats the bytes that are already there.
 
+    Args:
+        depth: requests in the kernel at once, by default as many as the tier's.
+
     Raises:
         OSError: the drive fails.
     """
 
-    def __init__(self, slots: Slots, sizes: Sizes, interface: str) -> None:
+    def __init__(
+        self, slots: Slots, sizes: Sizes, interface: str, depth: int | None = None
+    ) -> None:
         self._slots = slots
         self._round = sizes.round_bytes // BLOCK_BYTES
         self._files: dict[Path, int] = {}
         self._spots: list[tuple[int, int, int]] = []
-        self._queue = open_queue(interface, sizes.depth)
+        self._queue = open_queue(interface, depth or sizes.depth)
 
     def use(self, spots: Iterable[Spot]) -> None:
         """Use these spots from now on."""
@@ -201,3 +207,73 @@ class Raw:
         self._queue.close()
         for descriptor in self._files.values():
             os.close(descriptor)
+
+
+_DEPTH_FEW = 8
+_PAUSE_S = 0.05
+
+
+class Ceiling:
+    """The best of several kernel interfaces, depths and kinds of pages, for reads and for writes.
+
+    Attributes:
+        ways: GB/s of reads and of writes of each way, medians; filled by ``survey``.
+        best: name of the best way to read, and of the best one to write.
+    """
+
+    def __init__(self, slots: Slots, sizes: Sizes) -> None:
+        self.ways: dict[str, dict[str, float]] = {}
+        self.best: dict[str, str] = {}
+        self._sizes = sizes
+        self._raws: dict[str, Raw] = {}
+        memories = {slots.pages: slots}
+        if (small := Slots(HugepagePolicy.OFF)).pages not in memories:
+            memories[small.pages] = small
+        depths = [(name, depth) for name in NAMES for depth in (sizes.depth, _DEPTH_FEW)]
+        depths = [each for each in depths if each != ("threads", sizes.depth)]  # 8 at most
+        for pages, memory in memories.items():
+            for name, depth in dict.fromkeys(depths):
+                if probe(name, depth).works:
+                    way = f"{name}, depth {depth}, {pages}"
+                    self._raws[way] = Raw(memory, sizes, name, depth)
+
+    def use(self, spots: Iterable[Spot]) -> None:
+        """Use these spots from now on."""
+        named = list(spots)
+        for raw in self._raws.values():
+            raw.use(named)
+
+    def survey(self) -> None:
+        """Find the best ways: all of them in turns, reads and then writes."""
+        for kind in ("read", "write"):
+            rates: dict[str, list[float]] = {way: [] for way in self._raws}
+            for _ in steps(self._sizes.survey_rounds, f"ways to {kind}"):
+                for way, raw in self._raws.items():
+                    time.sleep(_PAUSE_S)
+                    start = time.perf_counter()
+                    raw.read() if kind == "read" else raw.write()
+                    rates[way].append(self._sizes.round_bytes / GB / (time.perf_counter() - start))
+            for way, found in rates.items():
+                self.ways.setdefault(way, {})[f"{kind}_gbs"] = round(p50(found), 3)
+            self.best[kind] = max(rates, key=lambda way: p50(rates[way]))
+
+    def write(self, passes: int = 1) -> None:
+        """Write as ``Raw.write``, in the best way."""
+        self._raws[self.best["write"]].write(passes)
+
+    def read(self) -> None:
+        """Read as ``Raw.read``, in the best way."""
+        self._raws[self.best["read"]].read()
+
+    def mix(self) -> None:
+        """Read and write as ``Raw.mix``, in the best way to read."""
+        self._raws[self.best["read"]].mix()
+
+    def reads_among_writes(self, count: int) -> list[float]:
+        """Return the seconds of reads as ``Raw.reads_among_writes``, in the best way to read."""
+        return self._raws[self.best["read"]].reads_among_writes(count)
+
+    def close(self) -> None:
+        """Close all queues and files."""
+        for raw in self._raws.values():
+            raw.close()

@@ -28,6 +28,7 @@ from kvhearth_lab.bench.daemon import broken, contract
 from kvhearth_lab.bench.report import machine, steps
 from kvhearth_lab.bench.ssd.blocks import Course, Driven, Ticker
 from kvhearth_lab.bench.ssd.figures import SMALL_BYTES, Result, Sizes, check_room
+from kvhearth_lab.bench.ssd.lookups import lookup_part
 from kvhearth_lab.bench.ssd.peers import peers_part
 from kvhearth_server.core.actions import Bind, SlabSized
 from kvhearth_server.core.adoption import adopt
@@ -186,6 +187,7 @@ def run(
     with _own_folder(folder) as own, _switching(_SWITCH_S):
         try:
             asyncio.run(_measure(own, sizes, name, result))
+            lookup_part(own, sizes, result)
             adoption_part(sizes, result)
             result.values |= peers_part(own, sizes, name, peers)
         except OSError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import BlockSpec, Evicted, Kind, Tier, TierShares
+from kvhearth_server.tiers.base import BlockSpec, Completion, Evicted, Kind, Tier, TierShares
 from kvhearth_server.tiers.chain import TierChain
 
 LOOK_S = 0.25
@@ -122,6 +124,8 @@ class Tiering:
             self.tier = TierChain(tiers, region, self._names.is_current)
         self._promoter = Promoter(core, self.tier, self._names, call)
         self._writeback = WritebackLoop(core, self.tier, self._names, call, now)
+        self._completions = deque[Completion]()
+        self._drops = deque[Evicted]()
         self._turning = False
         self.orphaned_loads_after = 0.0
         """Time at which even drives that only an earlier run had are certainly idle."""
@@ -229,14 +233,14 @@ class Tiering:
 
     # -- a turn ------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """Do all work that is due."""
+    def turn(self, seconds: float = math.inf) -> None:
+        """Do the work that is due, or begin to: after ``seconds``, the rest waits for a turn."""
         self._turning = True
         try:
-            self._turn()
+            self._turn(time.perf_counter() + seconds)
         finally:
             self._turning = False
-        if self._promoter.due or self.pause_s() <= 0:
+        if self._completions or self._drops or self._promoter.due or self.pause_s() <= 0:
             self.due.set()
 
     def wake(self) -> None:
@@ -248,16 +252,23 @@ class Tiering:
         """Return the seconds until a turn has something to write; infinity without an event."""
         return self._writeback.due_at - self._now()
 
-    def _turn(self) -> None:
-        for completion in self.tier.poll():
+    def _turn(self, end: float) -> None:
+        self._completions.extend(self.tier.poll())
+        while self._completions:
+            completion = self._completions.popleft()
             if not self._writeback.completed(completion):
                 self._promoter.completed(completion)
-        for evicted in self.tier.take_evicted():
-            self._evicted(evicted)
+            if time.perf_counter() > end:
+                return
+        self._drops.extend(self.tier.take_evicted())
+        while self._drops:
+            self._evicted(self._drops.popleft())
+            if time.perf_counter() > end:
+                return
         if len(self._core.promotions.orphaned_loads) and self._orphaned_loads_are_over():
             self._call(self._core.promotions.free_orphaned_loads)
-        self._promoter.begin()
-        self._writeback.begin()
+        self._promoter.begin(end)
+        self._writeback.begin(end)
 
     def _orphaned_loads_are_over(self) -> bool:
         """Return whether no request of a dead daemon can still be under way."""
@@ -295,7 +306,11 @@ class Tiering:
             self._names.publish_removed(namespace, evicted.group, keys, evicted.cause)
 
 
-_TURN_S = 0.1
+_TURN_S = 0.001
+"""Time of the loop that one turn takes. A step that has begun goes on above it: a batch's end, the
+begin of a load of ``promotion.BEGUN_AT_ONCE`` slots or of a store.
+"""
+_PAUSE_S = 0.1
 """Longest time between two turns: only a turn notices a request that is stuck or due again."""
 _FLUSH_S = 0.01
 
@@ -309,12 +324,12 @@ async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
         while True:
             degraded.look()  # before the turn: one that fails is followed by none
             try:
-                async with asyncio.timeout(min(_TURN_S, max(0.0, tiering.pause_s()))):
+                async with asyncio.timeout(min(_PAUSE_S, max(0.0, tiering.pause_s()))):
                     await due.wait()
             except TimeoutError:
                 pass
             due.clear()
-            tiering.turn()
+            tiering.turn(_TURN_S)
             await asyncio.sleep(0)
     finally:
         loop.remove_reader(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -113,31 +114,14 @@ def some(request: PromotionRequest, rows: I64) -> PromotionRequest:
     return PromotionRequest(request.namespace, request.kv_group, request.spec, keys, parents)
 
 
-def split(
-    request: PromotionRequest, count: int
-) -> tuple[PromotionRequest, PromotionRequest | None]:
-    """Split off the first ``count`` blocks; the second part is None if there are no more."""
-    if len(request.keys) <= count:
-        return request, None
-    parts = [
-        PromotionRequest(
-            request.namespace,
-            request.kv_group,
-            request.spec,
-            request.keys[cut],
-            request.parents[cut],
-        )
-        for cut in (slice(None, count), slice(count, None))
-    ]
-    return parts[0], parts[1]
-
-
 def _names(request: PromotionRequest) -> list[tuple[int, int, bytes]]:
     number, kv_group = request.namespace.number, request.kv_group
     return [(number, kv_group, key) for key in request.keys]
 
 
 _SLOTS_PER_TURN = 256
+BEGUN_AT_ONCE = 32
+"""Slots of one load: taking them may evict as many blocks, some 40 us each."""
 _LOOKS_PER_TURN = 64
 _REQUESTED_BLOCKS_MAX = 1 << 16
 _log = get_logger("kvhearth.tiering")
@@ -201,7 +185,7 @@ class Promoter:
                 continue
             self._requested.add(new, requester)
         if not before:
-            self.begin()
+            self.begin()  # one batch: the requester waits for this call
 
     def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
         """Cancel the promotion requests of lookups that went away."""
@@ -223,8 +207,8 @@ class Promoter:
                 self._tier.cancel(ticket)
                 self._core.state.count("prefetch_cancelled", len(load.promotion.request.keys))
 
-    def begin(self) -> None:
-        """Begin to load requested blocks, up to a turn's limit.
+    def begin(self, end: float = 0.0) -> None:
+        """Begin to load requested blocks, until the time ``end`` or up to a turn's limit.
 
         A request that finds no room waits for the loads that occupy it; requests behind it may find
         some.
@@ -234,7 +218,8 @@ class Promoter:
             if left <= 0:
                 break
             request, requester = self._requested.take()
-            head, rest = split(request, max(1, left // request.spec.shards))
+            most = min(left, BEGUN_AT_ONCE) // request.spec.shards
+            head, rest = request.split(max(1, most))
             left -= len(head.keys) * request.spec.shards
             self._load(head, requester)
             if not self._lack:
@@ -247,6 +232,10 @@ class Promoter:
             else:
                 self._requested.done(request, requester)
                 self._core.state.count("promotion_failed", len(request.keys), self._lack)
+            if time.perf_counter() > end:
+                # What was tried found room, or the tier's next completion is another chance.
+                self._stalled = bool(self._lack)
+                break
 
     def _load(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from kvhearth.failpoints import hit
 from kvhearth.model import I64
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.writeback import Portion
+from kvhearth_server.core.writeback import WritebackBatch
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import (
@@ -68,7 +69,7 @@ class WritebackLoop:
         self._names = names
         self._call = call
         self._now = now
-        self._stores: dict[int, Portion] = {}
+        self._stores: dict[int, WritebackBatch] = {}
         self._progress = tier.progress
         self._waited_s, self._turn_at = 0.0, now()
         self._open_at = 0.0
@@ -104,8 +105,10 @@ class WritebackLoop:
             self._stored(portion, completion)
         return True
 
-    def begin(self) -> None:
-        """Write queued blocks, as far as the tier accepts them and they fit into a turn."""
+    def begin(self, end: float = math.inf) -> None:
+        """Write queued blocks until the time ``end``, as far as the tier accepts them and they fit
+        into a turn.
+        """
         writeback_queue, now = self._core.state.writeback_queue, self._now()
         if writeback_queue.closed and now >= self._open_at:
             writeback_queue.closed = ""
@@ -131,6 +134,8 @@ class WritebackLoop:
                 writeback_queue.under_pressure = (
                     False  # no more than is wanted: it may be written a second time
                 )
+            if time.perf_counter() > end:
+                break
         self._wait(now)
 
     def _wait(self, now: float) -> None:
@@ -150,14 +155,14 @@ class WritebackLoop:
         ):
             self._close("slow", PATIENCE_S, now)
 
-    def _portion(self, slots_max: int) -> Portion | None:
+    def _portion(self, slots_max: int) -> WritebackBatch | None:
         """Return the next portion to write, or None if no more may be written now."""
         room = self._write_bytes - self._core.writeback.payload_bytes
         if room <= 0:
             return None
         most = min(slots_max, self._tier.batch_blocks_max)
         room = min(room, max(1, self._write_bytes // _PORTIONS))
-        portion: Portion | None = self._call(self._core.writeback.begin, most, room)
+        portion: WritebackBatch | None = self._call(self._core.writeback.begin, most, room)
         return portion
 
     def _put_off(self, why: Throttled, now: float) -> None:
@@ -178,7 +183,7 @@ class WritebackLoop:
         if given_up:
             _log.warning("ssd.not_saved", blocks=given_up, reason=str(reason))
 
-    def _batch(self, portion: Portion) -> StoreBatch:
+    def _batch(self, portion: WritebackBatch) -> StoreBatch:
         names = self._names
         return StoreBatch(
             names.family(portion.namespace, portion.kv_group, portion.epoch),
@@ -189,7 +194,7 @@ class WritebackLoop:
             portion.parents,
         )
 
-    def _stored(self, portion: Portion, completion: Completion) -> None:
+    def _stored(self, portion: WritebackBatch, completion: Completion) -> None:
         state, now = self._core.state, self._now()
         again = []
         refused = []
@@ -210,7 +215,7 @@ class WritebackLoop:
             self._waited_s = 0.0
         hit("demote.done")
         self._call(
-            self._core.writeback.settle,
+            self._core.writeback.resolve,
             portion,
             saved=completion.rows(Done),
             refused=_joined(refused),
@@ -219,7 +224,7 @@ class WritebackLoop:
         )
         self._look_again(portion)
 
-    def _look_again(self, portion: Portion) -> None:
+    def _look_again(self, portion: WritebackBatch) -> None:
         """Keep as saved only the keys that the tier can find: a written block may be gone again, or
         an older block of a key may have been written after a newer one.
         """

@@ -181,6 +181,13 @@ CACHE: tuple[Metric, ...] = (
         ("tenant", "kind"),
     ),
     Metric(
+        "kvhearth_huge_page_bytes",
+        "Bytes of the segment that were in huge pages of any kind when it was opened.",
+        "Alert: less than the segment's bytes. Copies and the drive are slower on small pages.",
+        of_segments(lambda s: s.huge_bytes),
+        ("tenant",),
+    ),
+    Metric(
         "kvhearth_blocks",
         "Blocks in the index.",
         "How much the cache holds.",

@@ -279,8 +279,8 @@ SERVICE: tuple[Metric, ...] = (
         "task",
         usual={
             *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "grpc_door"),
-            *("http_accept", "keeper", "pins", "recovery", "reload", "scrub", "scrub_ssd"),
-            *("sum", "tiering", "trim", "verify", "watch", "watchdog"),
+            *("http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
+            *("lag", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),
     Metric(
@@ -298,6 +298,13 @@ SERVICE: tuple[Metric, ...] = (
         "Latency of decisions: lookups should stay below a millisecond.",
         _call_seconds,
         ("method",),
+        kind="histogram",
+    ),
+    Metric(
+        "kvhearth_loop_lag_seconds",
+        "How late a timer of the loop that takes all decisions fires; sampled ten times a second.",
+        "Stalls: each call waits for as long. A busy processor counts, too.",
+        one(lambda now: now.timings.loop_lag),
         kind="histogram",
     ),
     Metric(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvhearth.failpoints import hit
 from kvhearth.model import Records
-from kvhearth_server.tiers.base import Asked, Counts, DirectoryError, Kind
+from kvhearth_server.tiers.base import AbandonableCall, Counts, DirectoryError, Kind
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
@@ -451,11 +451,11 @@ def open_directories(
     """
     end = time.monotonic() + settings.open_s
 
-    def ask(place: SsdDirectorySpec) -> Asked[Directory]:
+    def ask(place: SsdDirectorySpec) -> AbandonableCall[Directory]:
         def opened() -> Directory:
             return _open(settings, place, files)
 
-        return Asked(str(place.path), opened, Directory.close)
+        return AbandonableCall(str(place.path), opened, Directory.close)
 
     asked = {place: ask(place) for place in settings.places}
     found: list[Directory] = []

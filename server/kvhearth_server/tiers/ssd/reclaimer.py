@@ -60,7 +60,7 @@ OFFER_S = 2.0
 
 
 @dataclass(frozen=True)
-class _Portion:
+class _ReinsertionChunk:
     """Blocks of one family that fit into the buffer together."""
 
     family: BlockSpec
@@ -135,15 +135,15 @@ def family_of(index: SsdIndex, name: Records) -> BlockSpec:
 
 @dataclass(eq=False)
 class _Work:
-    """A victim, and its portions that are yet to be carried.
+    """A victim, and its chunks that are yet to be carried.
 
-    ``waiting`` stores a portion that was read and waits for its place. ``offers`` were made last,
+    ``waiting`` stores a chunk that was read and waits for its place. ``offers`` were made last,
     ``offered`` rows of the segment are behind them, and ``offers_end`` is the time at which the
     tier stops waiting for them.
     """
 
     segment: Segment
-    portions: Iterator[_Portion]
+    chunks: Iterator[_ReinsertionChunk]
     running: bool = False
     carried: bool = False
     waiting: Callable[[], bool] | None = None
@@ -218,7 +218,7 @@ class Reclaimer:
                 victim = self._victim(log_dir)
                 if victim is not None:
                     victim.state = SegmentState.RECLAIMING
-                    self._work[log_dir] = _Work(victim, self._portions(log_dir, victim))
+                    self._work[log_dir] = _Work(victim, self._chunks(log_dir, victim))
         more = self._forgot = False
         for log_dir, work in list(self._work.items()):
             more |= self._go_on(log_dir, work)
@@ -272,7 +272,7 @@ class Reclaimer:
         age = max(1, self._log.next_sequence - segment.head.sequence)
         return ((1 - share) * age / (1 + share), -segment.head.sequence)
 
-    def _portions(self, log_dir: LogDirectory, segment: Segment) -> Iterator[_Portion]:
+    def _chunks(self, log_dir: LogDirectory, segment: Segment) -> Iterator[_ReinsertionChunk]:
         """Yield the blocks of a segment that are owed to their tenants, then its hot blocks, the
         most used first, each up to the share that may be carried.
         """
@@ -294,7 +294,7 @@ class Reclaimer:
 
     def _alike(
         self, segment: Segment, table: SegmentRows, heads: I64, *, owed: bool
-    ) -> Iterator[_Portion]:
+    ) -> Iterator[_ReinsertionChunk]:
         """Yield blocks of a segment by family, as many at once as fit into the buffer."""
         names = table.rows[_FAMILY][heads]
         # Sorting takes ten times as long, and the blocks are mostly alike.
@@ -307,7 +307,7 @@ class Reclaimer:
             for start in range(0, len(mine) if fits else 0, max(1, fits)):
                 chosen = mine[start : start + fits]
                 keys: list[bytes] = table.keys[chosen].tolist()
-                yield _Portion(family, keys, (segment.number << 32) + chosen, owed)
+                yield _ReinsertionChunk(family, keys, (segment.number << 32) + chosen, owed)
 
     # -- carrying ----------------------------------------------------------------------------------
 
@@ -319,11 +319,11 @@ class Reclaimer:
         if not work.carried:
             if self._carrying is not None:
                 return False
-            portion = next(work.portions, None)
+            chunk = next(work.chunks, None)
             may_carry = self._log.wear.may_carry(log_dir.carry_pages * PAGE_BYTES)
             # What is owed is carried in any case; new blocks pay for it.
-            if portion is not None and (portion.owed or may_carry):
-                self._reinsert(work, portion)
+            if chunk is not None and (chunk.owed or may_carry):
+                self._reinsert(work, chunk)
                 return False
             work.carried = True
         if self._new_offers is not None and not self._offered(work, self._new_offers):
@@ -377,30 +377,30 @@ class Reclaimer:
                 return False
         return True
 
-    def _reinsert(self, work: _Work, portion: _Portion) -> None:
+    def _reinsert(self, work: _Work, chunk: _ReinsertionChunk) -> None:
         transfers = self._transfers
         if transfers is None:
             return
-        family = portion.family
+        family = chunk.family
         # Skip blocks that were unbound or replaced meanwhile.
-        now = self._index.find(family.namespace, family.group, portion.keys)
-        same = np.flatnonzero(now == portion.entries)
+        now = self._index.find(family.namespace, family.group, chunk.keys)
+        same = np.flatnonzero(now == chunk.entries)
         if not len(same):
             return
-        keys = [portion.keys[row] for row in same.tolist()]
+        keys = [chunk.keys[row] for row in same.tolist()]
         padded = pages_of(family.length) * PAGE_BYTES
         places = np.zeros((len(keys), family.shards), ADDRESS_DTYPE)
         places["region"] = self._region
         places["offset"] = (np.arange(places.size) * padded).reshape(places.shape)
         work.running, self._carrying = True, work
-        entries = portion.entries[same]
+        entries = chunk.entries[same]
         batch = LoadBatch(family, keys, places)
-        task = Task(0, batch, lambda t: self._read_in(work, t, entries, portion.owed), entries)
+        task = Task(0, batch, lambda t: self._read_in(work, t, entries, chunk.owed), entries)
         transfers.load(task, np.arange(len(keys)), entries)
         task.finish_if_done()
 
     def _read_in(self, work: _Work, task: Task, entries: I64, owed: bool) -> None:
-        """Store a portion that was read; one that is owed waits for a place if one is coming."""
+        """Store a chunk that was read; one that is owed waits for a place if one is coming."""
         family = task.batch.family
         pages = record_pages(family.length) * family.shards
 
@@ -441,7 +441,7 @@ class Reclaimer:
         out = Task(0, store, lambda _: self._carried_out(work), entries[good])
         left = transfers.store(out, store, np.arange(len(keys)))
         self._counts.add("carries_without_place", len(left))
-        out.settle(left.tolist(), Throttled(Refusal.FULL))
+        out.resolve(left.tolist(), Throttled(Refusal.FULL))
         out.finish_if_done()
 
     def _tell_doubted(self, batch: LoadBatch, done: Completion) -> None:

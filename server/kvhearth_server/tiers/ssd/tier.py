@@ -42,7 +42,6 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.ssd.assembly import Environment, build
 from kvhearth_server.tiers.ssd.directory import INTERFACE, UNUSABLE, Directory, SegmentState
 from kvhearth_server.tiers.ssd.disk.executor import Job
-from kvhearth_server.tiers.ssd.disk.probe import ProbeResult
 from kvhearth_server.tiers.ssd.disk.queues import signal_event
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, record_pages
 from kvhearth_server.tiers.ssd.log import Log, LogDirectory
@@ -52,6 +51,8 @@ from kvhearth_server.tiers.ssd.settings import SsdSettings
 from kvhearth_server.tiers.ssd.transfers import Task
 from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll
 
+_JOBS_AT_ONCE = 64
+"""Ended requests that one ``poll`` handles, some 10 us each."""
 _EVERY_S = 0.25
 
 
@@ -134,17 +135,16 @@ class SsdTier(Tier):
         offers: bool = False,
     ) -> None:
         environment = environment or Environment()
-        self._parts = build(settings, regions, environment, on_progress, offers=offers)
+        self.parts = build(settings, regions, environment, on_progress, offers=offers)
         self.settings = settings
-        self.counts = self._parts.counts
-        self.event_fd = self._parts.executor.event_fd
+        self.counts = self.parts.counts
+        self.event_fd = self.parts.executor.event_fd
         self._regions = list(regions)
         self._clock = environment.clock
         self._admission: Admission = admission or AdmitAll()
-        self._budget = self._parts.log.wear.budget
-        self.files_found = sum(len(each.directory.segments) for each in self._parts.log.log_dirs)
-        """Segment files that were there at the start."""
-        self._watch = Watch(self._parts.log, self.counts, settings.slow_s, settings.stuck_s)
+        self._budget = self.parts.log.wear.budget
+        self._files_found = sum(len(each.directory.segments) for each in self.parts.log.log_dirs)
+        self._watch = Watch(self.parts.log, self.counts, settings.slow_s, settings.stuck_s)
         self._shares: TierShares | None = None
         self._tasks: dict[int, Task] = {}
         self._completions: list[Completion] = []
@@ -172,51 +172,49 @@ class SsdTier(Tier):
         if refusal is not None:
             return _counted(self.counts, "stores", refusal, len(batch.keys))
         family = batch.family
-        present, _ = self._parts.index.present(family, batch.keys)
+        present, _ = self.parts.index.present(family, batch.keys)
         absent = np.flatnonzero(~present)
         if len(absent) * family.shards > min(
-            self._parts.pages.free - REINSERT_PAGES,
-            self.settings.queue_writes - self._parts.transfers.writes,
+            self.parts.pages.free - REINSERT_PAGES,
+            self.settings.queue_writes - self.parts.transfers.writes,
         ):
-            refusal = Throttled(
-                Refusal.QUEUE, self._parts.rate.wait_s(self._parts.transfers.writes)
-            )
+            refusal = Throttled(Refusal.QUEUE, self.parts.rate.wait_s(self.parts.transfers.writes))
             return _counted(self.counts, "stores", refusal, len(absent))
         task = self._task(batch)
-        task.settle(np.flatnonzero(present).tolist(), Done())
+        task.resolve(np.flatnonzero(present).tolist(), Done())
         self.counts.add("stores_present", int(present.sum()))
         wanted = self._admitted(task, batch, absent)
         if len(wanted):
-            left = self._parts.transfers.store(task, batch, wanted)
+            left = self.parts.transfers.store(task, batch, wanted)
             if len(left):
                 refusal = _counted(self.counts, "stores", self._no_place(family), len(left))
-                task.settle(left.tolist(), refusal)
+                task.resolve(left.tolist(), refusal)
                 self._budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
-        if self._completions or self._parts.needs_reclaim:
+        if self._completions or self.parts.needs_reclaim:
             signal_event(self.event_fd)
         return task.ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
         self._check(batch)
-        executor = self._parts.executor
-        if self._parts.log.draining or executor.broken or not executor.alive:
-            refusal = Throttled(Refusal.DRAINING if self._parts.log.draining else Refusal.DEGRADED)
+        executor = self.parts.executor
+        if self.parts.log.draining or executor.broken or not executor.alive:
+            refusal = Throttled(Refusal.DRAINING if self.parts.log.draining else Refusal.DEGRADED)
             return _counted(self.counts, "loads", refusal, len(batch.keys))
         family = batch.family
-        present, entries = self._parts.index.present(family, batch.keys)
+        present, entries = self.parts.index.present(family, batch.keys)
         rows = np.flatnonzero(present)
-        if self._parts.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
-            refusal = Throttled(Refusal.QUEUE, self._parts.rate.wait_s(self._parts.transfers.reads))
+        if self.parts.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
+            refusal = Throttled(Refusal.QUEUE, self.parts.rate.wait_s(self.parts.transfers.reads))
             return _counted(self.counts, "loads", refusal, len(rows))
         task = self._task(batch)
-        task.settle(np.flatnonzero(~present).tolist(), Missing())
+        task.resolve(np.flatnonzero(~present).tolist(), Missing())
         if len(rows):
             if batch.is_use:
-                self._parts.index.used(entries[rows])
-            self._parts.transfers.load(task, rows, entries[rows])
+                self.parts.index.used(entries[rows])
+            self.parts.transfers.load(task, rows, entries[rows])
         task.finish_if_done()
-        if self._completions or self._parts.needs_reclaim:
+        if self._completions or self.parts.needs_reclaim:
             signal_event(self.event_fd)
         return task.ticket
 
@@ -226,7 +224,7 @@ class SsdTier(Tier):
         footer written, a piece of the log read back or adopted, a piece of a file made, a block
         carried. Loads do not count.
         """
-        return self._steps, self._parts.files.steps
+        return self._steps, self.parts.files.steps
 
     def cancel(self, ticket: int) -> None:
         if (task := self._tasks.get(ticket)) is not None:
@@ -234,17 +232,17 @@ class SsdTier(Tier):
 
     def poll(self) -> list[Completion]:
         now = self._clock()
-        jobs = self._parts.executor.take()
-        self._parts.rate.note(jobs, now)
+        jobs = self.parts.executor.take(_JOBS_AT_ONCE)
+        self.parts.rate.note(jobs, now)
         for job in jobs:
             self._watch.ended(job, now)
             self._steps += job.good and (job.urgent or not job.is_read)
             job.then(job)
-        self._parts.transfers.settle_writes()
-        more = self._parts.restorer.turn(now)
-        self._parts.log.tick()
-        if not self._parts.restorer.recovering:
-            more |= self._parts.reclaimer.tick()
+        self.parts.transfers.settle_writes()
+        more = self.parts.restorer.step(now)
+        self.parts.log.tick()
+        if not self.parts.restorer.recovering:
+            more |= self.parts.reclaimer.tick()
         self._steps += more
         self._completions += self._watch.look(self._tasks.values(), now)
         if more:
@@ -268,11 +266,11 @@ class SsdTier(Tier):
             self._completions.append(task.completion())
 
     def _refusal(self) -> Throttled | None:
-        if self._parts.log.draining:
+        if self.parts.log.draining:
             return Throttled(Refusal.DRAINING)
-        if self._parts.log.paused:
+        if self.parts.log.paused:
             return Throttled(Refusal.RECOVERING, 0.1)
-        if not self._parts.executor.alive or self._parts.executor.broken:
+        if not self.parts.executor.alive or self.parts.executor.broken:
             return Throttled(Refusal.DEGRADED, 60.0)
         return None
 
@@ -285,7 +283,7 @@ class SsdTier(Tier):
             refusal = _counted(
                 self.counts, "stores", Throttled(Refusal.ADMISSION), int((~good).sum())
             )
-            task.settle(rows[~good].tolist(), refusal)
+            task.resolve(rows[~good].tolist(), refusal)
             rows = rows[good]
         if self._budget.unbounded:
             return rows
@@ -295,21 +293,21 @@ class SsdTier(Tier):
         through = self._budget.take(size, len(rows), now, tenant)
         if through < len(rows):
             out_of = Throttled(Refusal.BUDGET, self._budget.wait_s(now))
-            task.settle(rows[through:].tolist(), out_of)
+            task.resolve(rows[through:].tolist(), out_of)
             _counted(self.counts, "stores", out_of, len(rows) - through)
         return rows[:through]
 
     def _no_place(self, family: BlockSpec) -> Throttled:
         """Return the reason why the log had no place for a block."""
         pages = record_pages(family.length) * family.shards
-        if self._parts.index.number_of(family.namespace) < 0 or not self._parts.log.fits(
+        if self.parts.index.number_of(family.namespace) < 0 or not self.parts.log.fits(
             pages, family.shards
         ):
             return Throttled(Refusal.TOO_LARGE, 3600.0)
         now = self._clock()
         healths = [
             log_dir.directory.health
-            for log_dir in self._parts.log.log_dirs
+            for log_dir in self.parts.log.log_dirs
             if log_dir.directory.writable
         ]
         if not any(each.may_write(now) for each in healths):
@@ -324,9 +322,9 @@ class SsdTier(Tier):
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         facts = Facts.none(family, len(keys))
-        good, entries = self._parts.index.present(family, keys)
+        good, entries = self.parts.index.present(family, keys)
         if good.any():
-            rows = self._parts.index.rows(entries[good], family.shards)
+            rows = self.parts.index.rows(entries[good], family.shards)
             facts.present[:] = good
             facts.sequences[good] = rows["sequence"][:, 0]
             facts.parents[good] = rows["parent"][:, 0]
@@ -334,33 +332,33 @@ class SsdTier(Tier):
         return facts
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
-        return self._parts.index.unbind(namespace, group, keys)
+        return self.parts.index.unbind(namespace, group, keys)
 
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
-        return self._parts.index.forget_of(namespace, count)
+        return self.parts.index.forget_of(namespace, count)
 
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        return self._parts.index.walk(cursor, count)
+        return self.parts.index.walk(cursor, count)
 
     def take_evicted(self) -> list[Evicted]:
-        gone, self._parts.reclaimer.evicted = self._parts.reclaimer.evicted, []
+        gone, self.parts.reclaimer.evicted = self.parts.reclaimer.evicted, []
         return gone
 
     def take_offers(self) -> list[Offer]:
-        return self._parts.reclaimer.take_offers()
+        return self.parts.reclaimer.take_offers()
 
     def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
         self._shares = shares
         self._budget.allot(shares.write_floors, bytes_per_day, self._clock())
-        self._parts.reclaimer.use_shares(shares)
+        self.parts.reclaimer.use_shares(shares)
 
     def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
         shares = self._shares
         if shares is None:
             return {}
-        now, capacity = self._clock(), self._parts.reclaimer.capacity_pages * PAGE_BYTES
+        now, capacity = self._clock(), self.parts.reclaimer.capacity_pages * PAGE_BYTES
         pages = dict.fromkeys(tenants, 0)
-        for name, count in self._parts.index.pages().items():
+        for name, count in self.parts.index.pages().items():
             tenant = shares.owner_of(*name)
             if tenant in pages:
                 pages[tenant] += count
@@ -381,7 +379,7 @@ class SsdTier(Tier):
 
     @property
     def loads_of_the_dead(self) -> bool:
-        return bool(self.locked_files or self.unusable_places)
+        return bool(self.parts.restorer.locked or self.parts.failed_places)
 
     @property
     def directories(self) -> list[Path]:
@@ -390,72 +388,22 @@ class SsdTier(Tier):
     # -- status ------------------------------------------------------------------------------------
 
     @property
-    def interface(self) -> str:
-        """Name of the kernel interface in use."""
-        return self._parts.interface
-
-    @property
-    def probe_results(self) -> list[ProbeResult]:
-        """Results of the interfaces that were tried at the start, best first."""
-        return self._parts.probe_results
-
-    @property
-    def repairs(self) -> list[str]:
-        """Repairs made when the directories were opened, and logs begun afresh, for people."""
-        return [
-            message for log_dir in self._parts.log.log_dirs for message in log_dir.directory.repairs
-        ]
-
-    @property
     def recovering(self) -> bool:
         """Whether the log is still being read back, so that absent blocks may yet appear."""
-        return self._parts.restorer.recovering
-
-    @property
-    def files_recovered(self) -> int:
-        """Number of those files that were read back, or given up because their device fails."""
-        return self._parts.counts["recovered_segments"] + self._parts.counts["segments_lost"]
-
-    @property
-    def locked_files(self) -> int:
-        """Number of files that requests of a dead daemon may still hold. While it is not zero,
-        slots that the dead daemon was loading into must stay quarantined.
-        """
-        return self._parts.restorer.locked
-
-    @property
-    def unusable_places(self) -> int:
-        """Number of directories that could not be opened; requests of the dead may run there."""
-        return len(self._parts.failed_places)
+        return self.parts.restorer.recovering
 
     @property
     def blocks(self) -> int:
         """Number of loadable blocks."""
-        return len(self._parts.index)
-
-    @property
-    def live_bytes(self) -> int:
-        """Payload bytes of the loadable blocks."""
-        return self._parts.index.live_bytes
-
-    @property
-    def write_amplification(self) -> float:
-        """Bytes written to the drives for each byte that was stored; 0 before the first."""
-        counts = self._parts.counts
-        stored = counts["stored_bytes"]
-        return counts["written_bytes"] / stored if stored else 0.0
+        return len(self.parts.index)
 
     @property
     def broken(self) -> str:
         """Problem of the disk interface; empty for none."""
-        executor = self._parts.executor
+        executor = self.parts.executor
         if executor.broken:
             return f"disk interface failed: {executor.broken}"
         return "" if executor.alive else "the thread that drives the disk has ended"
-
-    def namespaces(self) -> dict[bytes, int]:
-        """Return the number of blocks of each namespace that has any."""
-        return self._parts.index.namespaces()
 
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
         """Estimate the seconds that loading these numbers of blocks would take from now, behind
@@ -464,14 +412,14 @@ class SsdTier(Tier):
         """
         records = sum(blocks * family.shards for family, blocks in loads)
         size = sum(blocks * family.shards * family.length for family, blocks in loads)
-        ahead = self._parts.transfers.reads + max(0, waiting - records)
-        return self._parts.rate.estimate_s(size, ahead)
+        ahead = self.parts.transfers.reads + max(0, waiting - records)
+        return self.parts.rate.estimate_s(size, ahead)
 
     def places(self, family: BlockSpec, keys: list[bytes]) -> list[tuple[Path, int] | None]:
         """Return the file of each block and the offset of its first shard's payload there; None for
         absent blocks. The next turn of the loop may move a block.
         """
-        index, log = self._parts.index, self._parts.log
+        index, log = self.parts.index, self.parts.log
         good, entries = index.present(family, keys)
         found: list[tuple[Path, int] | None] = [None] * len(keys)
         for row in np.flatnonzero(good).tolist():
@@ -482,12 +430,13 @@ class SsdTier(Tier):
 
     def allocated_bytes(self) -> dict[str, int]:
         """Return the bytes of each directory by its file system's count. Waits for the disk."""
-        directories = [log_dir.directory for log_dir in self._parts.log.log_dirs]
+        directories = [log_dir.directory for log_dir in self.parts.log.log_dirs]
         return {str(each.path): each.allocated_bytes() for each in directories}
 
     def figures(self) -> TierFigures:
         """Return the tier's current figures at a cost that does not depend on its content."""
-        parts, now = self._parts, self._parts.clock()
+        parts, now = self.parts, self.parts.clock()
+        recovered = parts.counts["recovered_segments"] + parts.counts["segments_lost"]
         unusable = [
             DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, ((UNUSABLE, reason),))
             for place, reason in parts.failed_places.items()
@@ -500,11 +449,11 @@ class SsdTier(Tier):
                 *unusable,
             ],
             blocks=self.blocks,
-            live_bytes=self.live_bytes,
+            live_bytes=parts.index.live_bytes,
             recovering=self.recovering,
-            files_found=self.files_found,
-            files_recovered=min(self.files_recovered, self.files_found),
-            locked_files=self.locked_files,
+            files_found=self._files_found,
+            files_recovered=min(recovered, self._files_found),
+            locked_files=parts.restorer.locked,
             queued_reads=parts.transfers.reads,
             queued_writes=parts.transfers.writes,
             running_requests=len(parts.executor.running),
@@ -529,10 +478,10 @@ class SsdTier(Tier):
 
     def problems(self) -> dict[Kind, str]:
         """Return all current problems: one sentence for people for each kind."""
-        now = self._parts.clock()
-        failed = self._parts.failed_places
+        now = self.parts.clock()
+        failed = self.parts.failed_places
         found = {Kind(str(place.path), UNUSABLE): reason for place, reason in failed.items()}
-        for log_dir in self._parts.log.log_dirs:
+        for log_dir in self.parts.log.log_dirs:
             found |= log_dir.directory.health.by_kind(now)
         if broken := self.broken:
             found[Kind("", INTERFACE)] = broken
@@ -540,7 +489,7 @@ class SsdTier(Tier):
 
     def check(self) -> None:
         """Raise ValueError unless index, segments and requests agree (tests, ``/debug/books``)."""
-        parts = self._parts
+        parts = self.parts
         parts.index.check()
         for number in parts.index.segments:
             if number not in parts.log.segments:
@@ -557,14 +506,14 @@ class SsdTier(Tier):
     # -- the end -----------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
-        self._parts.log.draining = True
+        self.parts.log.draining = True
         end = self._clock() + deadline_s
         poll = select.poll()
         poll.register(self.event_fd, select.POLLIN)
         while True:
             self._completions = self.poll()
-            writing = any(segment.writes for segment in self._parts.log.segments.values())
-            if not self._tasks and not self._parts.reclaimer.busy and not writing:
+            writing = any(segment.writes for segment in self.parts.log.segments.values())
+            if not self._tasks and not self.parts.reclaimer.busy and not writing:
                 return True
             if self._clock() >= end:
                 return False
@@ -574,22 +523,22 @@ class SsdTier(Tier):
         if self._closed:
             return
         self._closed = True
-        self._parts.log.draining = True
+        self.parts.log.draining = True
         end = time.monotonic() + deadline_s
         parts: list[Callable[[float], bool]] = [
-            self._parts.executor.stop,
-            self._parts.restorer.stop,
+            self.parts.executor.stop,
+            self.parts.restorer.stop,
         ]
-        parts += [log_dir.file_worker.stop for log_dir in self._parts.log.log_dirs]
+        parts += [log_dir.file_worker.stop for log_dir in self.parts.log.log_dirs]
         stopped = [part(max(0.05, end - time.monotonic())) for part in parts]
         if not all(stopped):
             # The kernel still uses our descriptors and memory: they must stay as they are.
             _abandoned.append(self)
             return
-        for log_dir in self._parts.log.log_dirs:
+        for log_dir in self.parts.log.log_dirs:
             log_dir.file_worker.poll()  # closes files that were made meanwhile, too
             log_dir.directory.close()
-        self._parts.executor.close()
+        self.parts.executor.close()
 
 
 def _counted(counts: Counts, what: str, refusal: Throttled, blocks: int) -> Throttled:

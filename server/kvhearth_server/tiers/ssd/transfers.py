@@ -65,7 +65,7 @@ class Task:
         self._then = then
         self._outcomes: list[Outcome | None] = [None] * len(batch.keys)
 
-    def settle(self, rows: Iterable[int], outcome: Outcome) -> None:
+    def resolve(self, rows: Iterable[int], outcome: Outcome) -> None:
         """Set the outcome of rows; a row's first outcome counts."""
         for row in rows:
             if self._outcomes[row] is None:
@@ -79,10 +79,6 @@ class Task:
     def settled(self, row: int) -> bool:
         """Whether a row has its outcome."""
         return self._outcomes[row] is not None
-
-    def undecided(self) -> I64:
-        """Return the rows without an outcome, i64."""
-        return np.array([r for r, each in enumerate(self._outcomes) if each is None], np.int64)
 
     def cancel(self) -> None:
         """Let requests that have not begun end at once."""
@@ -257,10 +253,10 @@ class Transfers:
             health.write_done()
             if job.wrong:
                 rows = [int(run.owners[span[0] + index]) for index in job.wrong]
-                run.task.settle(rows, Corrupt("source"))
+                run.task.resolve(rows, Corrupt("source"))
                 self._counts.add("corrupt_sources", len(rows))
         else:
-            run.task.settle(run.owners[span[0] : span[1]].tolist(), Failed(job.reason))
+            run.task.resolve(run.owners[span[0] : span[1]].tolist(), Failed(job.reason))
             if job.reason != Failure.CANCELLED:
                 health.write_failed(job.reason, self._clock())
                 self._counts.add("write_errors")
@@ -286,7 +282,7 @@ class Transfers:
             task.shards_left[row] = 0
         good = [index for index, row in enumerate(rows) if not task.settled(row)]
         rows = [rows[index] for index in good]
-        task.settle(rows, _DONE)
+        task.resolve(rows, _DONE)
         keys = [task.batch.keys[row] for row in rows]
         if task.replacing is not None and rows:
             now = self._index.find(family.namespace, family.group, keys)
@@ -344,7 +340,7 @@ class Transfers:
                 spans.append((number, [record]))
                 at, room = number, most - 1
             else:
-                task.settle([record[0]], Missing())
+                task.resolve([record[0]], Missing())
                 continue
             next_position = record[1] + step
         return spans
@@ -402,26 +398,26 @@ class Transfers:
         for row in rows:
             task.shards_left[row] -= 1
         if not job.good:
-            task.settle(rows, Failed(job.reason))
+            task.resolve(rows, Failed(job.reason))
             if job.reason != Failure.CANCELLED:
                 health.read_failed(job.reason)
                 for row in rows:
                     self._counts.add("read_errors")
                     self._doubt(task.batch, row, number)
         elif job.cancelled:
-            task.settle(rows, Failed(Failure.CANCELLED))
+            task.resolve(rows, Failed(Failure.CANCELLED))
         else:
             for row in dict.fromkeys(rows[index] for index in job.wrong):
                 self._counts.add("corrupt_blocks")
                 self._doubt(task.batch, row, number)
-                task.settle([row], Corrupt("tier"))
+                task.resolve([row], Corrupt("tier"))
             good = len(rows) - len(job.wrong)
             if good:
                 health.read_done()
             self._counts.add("loaded_bytes", good * task.batch.family.length)
             ended = dict.fromkeys(row for row in rows if not task.shards_left[row])
             done = [row for row in ended if not task.settled(row)]
-            task.settle(done, _DONE)
+            task.resolve(done, _DONE)
             self._counts.add("loaded_blocks", len(done))
         task.finish_if_done()
 

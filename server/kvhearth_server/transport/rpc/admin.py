@@ -14,7 +14,7 @@ from kvhearth.proto.v1 import admin_pb2
 from kvhearth.wire.frames import ADMIN_TOKEN_KEY
 from kvhearth_server.core.inspection import places
 from kvhearth_server.core.state import require
-from kvhearth_server.engine import snapshot as portions
+from kvhearth_server.engine import snapshot as admin_work
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport import reports
 from kvhearth_server.transport.messages import plain_text
@@ -132,7 +132,7 @@ class AdminService:
         return await self._run(context, lambda: self._stats(request.check_books))
 
     async def _stats(self, check: bool) -> admin_pb2.StatsResponse:
-        error = await portions.check_books(self._engine) if check else ""
+        error = await admin_work.check_books(self._engine) if check else ""
         report = reports.stats(self._engine)
         return message_of(admin_pb2.StatsResponse, report, books_error=error)
 
@@ -196,7 +196,7 @@ class AdminService:
             nearest=nearest,
             shares=[
                 admin_pb2.ShareStats(**dataclasses.asdict(each))
-                for each in portions.take_shares(self._engine)
+                for each in admin_work.take_shares(self._engine)
                 if each.tenant == tenant
             ],
         )

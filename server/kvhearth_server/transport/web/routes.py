@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.value_types import is_loopback
-from kvhearth_server.engine import snapshot as portions
+from kvhearth_server.engine import snapshot as admin_work
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.snapshot import take_snapshot, take_ssd
 from kvhearth_server.observability.exposition import Exposition
@@ -361,7 +361,7 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
     @router.get("/debug/books")
     async def books() -> Books:
         """Recount everything in portions: the daemon serves other requests in between."""
-        error = await portions.check_books(engine)
+        error = await admin_work.check_books(engine)
         return Books(boot_id=boot_id, balanced=not error, error=error)
 
     @router.get("/debug/stacks", response_class=PlainTextResponse)

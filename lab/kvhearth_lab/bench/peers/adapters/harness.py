@@ -114,6 +114,21 @@ def huge_or_not(count: int, block_bytes: int, hugepages: bool) -> tuple[U8, str]
     return np.frombuffer(memory, np.uint8).reshape(count, block_bytes), kind
 
 
+def pages_behind(memory: U8, kind: str) -> str:
+    """Return the kind of pages of touched memory: ``kind``, unless the kernel had to choose."""
+    if kind == "2MiB":
+        return kind
+    address, inside, huge = int(memory.ctypes.data), False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split(maxsplit=1)[0]
+        if "-" in word and not word.endswith(":"):
+            start, end = (int(part, 16) for part in word.split("-"))
+            inside = start <= address < end
+        elif inside and word == "AnonHugePages:":
+            huge += int(line.split()[1]) * 1024
+    return "thp" if 2 * huge >= memory.nbytes else "4KiB"
+
+
 def fill(source: U8) -> None:
     """Fill with random bytes, each block distinct."""
     source[:] = np.random.default_rng(1).integers(0, 256, source.shape[1], np.uint8)
@@ -176,7 +191,7 @@ class FilePeer:
         fill(self.source)
         self.target[:] = 0
         self.pages = order(config.batch)
-        return kind
+        return pages_behind(self.source, kind)
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
         """See ``Peer``."""

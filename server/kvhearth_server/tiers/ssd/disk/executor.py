@@ -39,8 +39,9 @@ _REASONS = {
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Jobs that were submitted together; ``left`` of them have not ended."""
+    """``size`` jobs that were submitted together; ``left`` of them have not ended."""
 
+    size: int
     left: int
 
 
@@ -246,7 +247,7 @@ class IoExecutor:
         """
         if not jobs:
             return
-        now, group = self._clock(), Group(len(jobs))
+        now, group = self._clock(), Group(len(jobs), len(jobs))
         for job in jobs:
             job.queued_at, job.group = now, group
             waiting = self._reads if job.op is Op.READ else self._writes
@@ -256,16 +257,18 @@ class IoExecutor:
                 waiting.append(job)
         signal_event(self._wake)
 
-    def take(self) -> list[Job]:
-        """Return the jobs that have ended since the last call."""
+    def take(self, count: int) -> list[Job]:
+        """Return up to ``count`` jobs that have ended; the event is set while more have."""
         reset_event(self.event_fd)
         if not self._thread.is_alive():
             # Jobs that were queued while the thread was ending; no other thread touches them any
             # more.
             self._cancel_waiting(errno.EIO)
-        ended = []
-        while self._ended:
+        ended = list[Job]()
+        while self._ended and len(ended) < count:
             ended.append(self._ended.popleft())
+        if self._ended:
+            signal_event(self.event_fd)
         return ended
 
     @property
@@ -439,11 +442,14 @@ class IoExecutor:
         job.error = error
         self._ended.append(job)
         group = job.group
-        if group is not None:
-            with self._telling:
-                group.left -= 1
-                left = group.left
-        if group is None or not left % _TOLD_JOBS:
+        if group is None:
+            signal_event(self.event_fd)
+            return
+        with self._telling:
+            group.left -= 1
+            left = group.left
+        # The last few of a group come together, with one wake-up.
+        if not left or (left > _TOLD_JOBS // 2 and not (group.size - left) % _TOLD_JOBS):
             signal_event(self.event_fd)
 
     def _break(self, error: OSError) -> None:

@@ -32,9 +32,9 @@ from kvhearth_server.tiers.ssd.index import SsdIndex
 from kvhearth_server.tiers.ssd.log import Log
 from kvhearth_server.tiers.ssd.recovery.scanner import (
     SCAN_BYTES,
-    Portion,
     Reader,
     Recovered,
+    RecoveredChunk,
     scan,
     whole_blocks,
     youngest_life,
@@ -336,7 +336,7 @@ class Restorer:
         """
         return len({*self._locked, *self._retried}) + self.recovering
 
-    def turn(self, now: float) -> bool:
+    def step(self, now: float) -> bool:
         """Adopt some more; true if there is more to do at once."""
         self._now = now
         if self._current is None and self._recovery is not None:
@@ -389,26 +389,28 @@ class Restorer:
         for reason, count in found.doubts.items():
             self._counts.add(f"dropped_{reason.value}", count)
         self._at = 0
-        if found.portions:
+        if found.chunks:
             found.segment.head = found.head
             self._log.segments[found.segment.number] = found.segment
-            self._index.expect(found.segment.number, sum(each.rows.size for each in found.portions))
+            self._index.expect(found.segment.number, sum(each.rows.size for each in found.chunks))
 
     def _go_on(self, found: Recovered) -> None:
-        if found.portions:
-            portion, end = found.portions[-1], self._at + _BLOCKS_A_TURN
+        if found.chunks:
+            chunk, end = found.chunks[-1], self._at + _BLOCKS_A_TURN
             span = slice(self._at, end)
-            self._adopt(found.segment, portion, portion.keys[span], portion.rows[span])
+            self._adopt(found.segment, chunk, chunk.keys[span], chunk.rows[span])
             self._at = end
-            if end >= len(portion.keys):
-                found.portions.pop()
+            if end >= len(chunk.keys):
+                found.chunks.pop()
                 self._at = 0
-        if not found.portions:
+        if not found.chunks:
             self._end(found)
             self._current = None
 
-    def _adopt(self, segment: Segment, of: Portion, keys: list[bytes], rows: Records) -> None:
-        """Bind some blocks of a portion, given by ``keys`` and ``rows``."""
+    def _adopt(
+        self, segment: Segment, of: RecoveredChunk, keys: list[bytes], rows: Records
+    ) -> None:
+        """Bind some blocks of a chunk, given by ``keys`` and ``rows``."""
         if self._index.number_of(of.namespace) < 0:
             self._counts.add("dropped_namespaces", len(keys))
             return
@@ -428,7 +430,9 @@ class Restorer:
         self._counts.add(f"dropped_{Doubt.DUPLICATE.value}", replaced)
         self._counts.add("recovered_blocks", len(keys) - replaced)
 
-    def _younger(self, segment: Segment, of: Portion, keys: list[bytes], epochs: U32) -> Bools:
+    def _younger(
+        self, segment: Segment, of: RecoveredChunk, keys: list[bytes], epochs: U32
+    ) -> Bools:
         """Return which keys are bound to a block that is younger than the one in this segment.
 
         The epoch takes precedence over the segment: each directory has a segment open, so a block

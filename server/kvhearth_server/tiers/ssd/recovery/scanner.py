@@ -36,7 +36,7 @@ _NAMESPACE_WORDS = slice(_OFFSETS["namespace"] // 8, _OFFSETS["namespace"] // 8 
 
 
 @dataclass(frozen=True)
-class Portion:
+class RecoveredChunk:
     """Blocks alike in namespace, group, shards and width of their keys.
 
     Attributes:
@@ -57,7 +57,7 @@ class Recovered:
     Attributes:
         records: believed headers of whole blocks, in the order of their places. For a segment with
             a footer they lie in the reader's memory.
-        portions: the same for the index; set by ``sort_out``.
+        chunks: the same for the index; set by ``sort_out``.
         sealed: it had its footer.
         resume: it can be appended to at ``end``; otherwise it is closed permanently.
         empty: it holds nothing of this log.
@@ -70,7 +70,7 @@ class Recovered:
     segment: Segment
     head: SegmentHead = NO_HEAD
     records: Records = field(default_factory=lambda: np.zeros(0, RECORD_DTYPE))
-    portions: list[Portion] = field(default_factory=list)
+    chunks: list[RecoveredChunk] = field(default_factory=list)
     end: int = 1
     sealed: bool = False
     resume: bool = False
@@ -81,9 +81,9 @@ class Recovered:
     doubts: Counter[Doubt] = field(default_factory=Counter)
 
     def sort_out(self) -> None:
-        """Make the portions; afterwards nothing refers to the reader's memory."""
+        """Make the chunks; afterwards nothing refers to the reader's memory."""
         if not self.locked and self.failed is None:
-            self.portions = list(_portions(self.records))
+            self.chunks = list(_chunks(self.records))
         if not self.resume:
             self.records = np.zeros(0, RECORD_DTYPE)
 
@@ -112,7 +112,7 @@ def whole_blocks(lines: Records, doubts: Counter[Doubt]) -> Records:
     return lines[keep]
 
 
-def _portions(lines: Records) -> Iterator[Portion]:
+def _chunks(lines: Records) -> Iterator[RecoveredChunk]:
     for rows in _families(lines):
         mine = lines if rows is None else lines[rows]
         namespace, group = mine["namespace"][0].tobytes(), int(mine["group"][0])
@@ -125,7 +125,7 @@ def _portions(lines: Records) -> Iterator[Portion]:
             heads = alike.view(np.uint8).reshape(len(alike), -1)[::shards]
             names = heads[:, _OFFSETS["key"] : _OFFSETS["key"] + width]
             keys: list[bytes] = np.ascontiguousarray(names).view(f"V{width}").ravel().tolist()
-            yield Portion(namespace, group, keys, rows_of(alike.reshape(-1, shards)))
+            yield RecoveredChunk(namespace, group, keys, rows_of(alike.reshape(-1, shards)))
 
 
 def _families(lines: Records) -> Iterator[I64 | None]:

@@ -1,0 +1,137 @@
+"""Answers lookups from the mapped index, without a call to the daemon.
+
+A found block is not held: its generation before and after the copy decides whether it was read, as
+for every load. A question that the index cannot answer goes to the daemon.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from kvhearth.contract import Contract, GroupKind, GroupSpec
+from kvhearth.model import EXTENT_DTYPE, Bools, Records, Tier
+from kvhearth.native.table import Table
+from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.results import GroupResult, Lease, LookupResult, blocks_back
+from kvhearth.session.link import Link
+from kvhearth.wire.handshake import Welcome
+from kvhearth.wire.messages import Query, whole_group
+
+
+class _Answer(NamedTuple):
+    """Hit in tokens, and the presence of all keys by group."""
+
+    hit_tokens: int
+    groups: dict[int, GroupResult]
+
+
+def find_mapped(
+    link: Link, contract: Contract, query: Query, epoch: int, lease_id: int
+) -> LookupResult | None:
+    """Return the answer to a lookup; None if the daemon must be asked.
+
+    Full hits are always answered. Where no tier lies below memory and the table is whole, partial
+    hits and misses of contracts with one group of full attention are too.
+
+    Args:
+        link: with a table, if the daemon shares its index.
+        lease_id: id of the lease that the caller requests for a hit; 0 for none.
+    """
+    # A dead daemon's index would be served for ever.
+    if not link.tables or query.cut_count or not link.session.alive():
+        return None
+    answer = _answer(link.tables[0], contract, link.welcome, query, epoch)
+    if answer is None:
+        return None
+    hit, groups = answer
+    lease = None
+    if not lease_id:
+        groups = {group: _without_lease(found) for group, found in groups.items()}
+    elif hit:
+        slots = {group: found.extents["slot"] for group, found in groups.items()}
+        lease = Lease(lease_id, link.boot_id, slots)
+    return LookupResult(hit, lease, groups, 0, "", "", link.boot_id, lease_id)
+
+
+def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> pb.LookupRequest:
+    """Return the lookup by which the daemon hears of a question that was answered without it."""
+    # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
+    request = pb.LookupRequest(epoch=epoch, lease_id=0 if lease is None else lease.id)
+    query.put_into(request.groups)
+    return request
+
+
+def _without_lease(found: GroupResult) -> GroupResult:
+    nothing = np.empty(0, EXTENT_DTYPE)
+    return replace(found, leased=np.zeros_like(found.leased), extents=nothing)
+
+
+def _answer(
+    table: Table, contract: Contract, welcome: Welcome, query: Query, epoch: int
+) -> _Answer | None:
+    space = table.space(welcome.namespace_number, epoch)
+    if not space:
+        return None
+    (first, *others) = query.blobs
+    complete = welcome.memory_only and not table.unplaced_count
+    if complete and not others and contract.groups[first].kind is GroupKind.FULL:
+        return _prefix(table, contract, query, first, space)
+    seen = {}
+    for group, count in query.sent.items():
+        extents = np.empty((count, contract.groups[group].shards), EXTENT_DTYPE)
+        if _find(table, contract, query, group, space, extents, None) < count:
+            return None
+        seen[group] = extents
+    specs = [contract.groups[group] for group in seen]
+    step = math.lcm(*(spec.block_tokens for spec in specs))
+    ends = [
+        len(found) * spec.block_tokens for spec, found in zip(specs, seen.values(), strict=True)
+    ]
+    hit = min(ends) // step * step
+    return _Answer(
+        hit,
+        {group: _needed(contract.groups[group], hit, found) for group, found in seen.items()},
+    )
+
+
+def _find(
+    table: Table,
+    contract: Contract,
+    query: Query,
+    group: int,
+    space: int,
+    extents: Records,
+    found: Bools | None,
+) -> int:
+    page_bytes, blob = contract.groups[group].page_bytes, query.blobs[group]
+    return table.find(space + group, blob, contract.hash_bytes, page_bytes, extents, found)
+
+
+def _prefix(table: Table, contract: Contract, query: Query, group: int, space: int) -> _Answer:
+    """Answer for one group of which a hit needs all blocks from the start."""
+    count, spec = query.sent[group], contract.groups[group]
+    extents = np.empty((count, spec.shards), EXTENT_DTYPE)
+    found = np.zeros(count, np.bool_)
+    hits = run = _find(table, contract, query, group, space, extents, found)
+    if hits == count:
+        return _Answer(count * spec.block_tokens, {group: whole_group(count, extents.reshape(-1))})
+    run = int(found.argmin())
+    leased = np.arange(count) < run
+    tiers = np.where(found, np.uint8(Tier.DRAM), np.uint8(Tier.NOWHERE))
+    result = GroupResult(found, found.copy(), leased, tiers, extents[:run].reshape(-1))
+    return _Answer(run * spec.block_tokens, {group: result})
+
+
+def _needed(spec: GroupSpec, hit_tokens: int, found: Records) -> GroupResult:
+    """Return the presence of a group whose blocks are all here, with those that a hit loads."""
+    count, end = len(found), hit_tokens // spec.block_tokens
+    first = max(end - blocks_back(spec, end), 0)
+    whole = whole_group(count, found[first:end].reshape(-1))
+    if (first, end) == (0, count):
+        return whole
+    whole.leased[:first] = whole.leased[end:] = False
+    return whole

@@ -1,0 +1,70 @@
+"""The shared index against the core's: after each step of random clients, and after each death of
+the daemon, every table finds exactly the blocks that the core would serve, with the same extents.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant, precondition, run_state_machine_as_test
+from support.core_kit import key
+from support.machine_base import KEYS
+from support.machine_reads import ReadingRules
+from support.machine_refusals import RefusalRules
+from support.machine_writes import WritingRules
+
+from kvhearth import native
+from kvhearth.contract import GroupSpec
+from kvhearth.model import EXTENT_DTYPE
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.slot_table import State
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason="no native module")
+UNIVERSE = [key(number) for number in range(KEYS)]
+
+
+class SharedIndexMachine(WritingRules, ReadingRules, RefusalRules):
+    """The core's machine, whose daemon shares its index."""
+
+    @precondition(lambda self: self.started)
+    @invariant()
+    def the_tables_are_the_index(self) -> None:
+        for namespace in self.shell.engine.core.state.namespaces:
+            for number, spec in enumerate(namespace.contract.groups):
+                self._compare_table(namespace, number, spec)
+
+    def _compare_table(self, namespace: Namespace, number: int, spec: GroupSpec) -> None:
+        engine = self.shell.engine
+        state, index = engine.core.state, engine.shared_index
+        assert index is not None
+        heads = state.index.find(namespace.number, number, UNIVERSE)
+        served = (heads >= 0) & (state.table.epoch[heads] == namespace.epoch)
+        served &= state.table.state[heads] == State.SUMMED
+        table = index.table(state.segment_of[namespace.tenant])
+        space = table.space(namespace.number, namespace.epoch)
+        assert space
+        assert not table.space(namespace.number, namespace.epoch - 1)
+        extents = np.zeros((KEYS, spec.shards), EXTENT_DTYPE)
+        found = np.zeros(KEYS, np.bool_)
+        blob = b"".join(UNIVERSE)
+        hits = table.find(space + number, blob, 32, spec.page_bytes, extents, found)
+        assert hits == np.count_nonzero(served)
+        assert found.tolist() == served.tolist()
+        slots = state.table.all_shards(heads[served], spec.shards)
+        wanted = state.table.extents(slots, spec.page_bytes, summed=True)
+        got = extents[served].reshape(-1)
+        wanted["flags"] |= got["flags"]  # a table may ask for one more verification
+        assert got.tobytes() == wanted.tobytes()
+
+
+def test_the_tables_against_the_core() -> None:
+    run_state_machine_as_test(
+        SharedIndexMachine,
+        settings=settings(
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+            stateful_step_count=40,
+        ),
+    )

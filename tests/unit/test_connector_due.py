@@ -1,0 +1,174 @@
+"""Requests that may fill a block: those that a walk over all of a step's requests would find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvhearth.connectors.core.engine import Step
+from kvhearth.connectors.core.load_tracker import RequestState
+from kvhearth.connectors.core.requests import DueRequests
+from kvhearth.connectors.core.step_metadata import RankStored
+from kvhearth.connectors.core.store_tracker import StorePart
+from kvhearth.model import EXTENT_DTYPE
+from kvhearth.transfer.slot_pool import Slots
+
+BLOCK = 8
+
+
+@dataclass
+class FakeRequest:
+    """A request's name."""
+
+    request_id: str
+
+
+@dataclass(eq=False)
+class FakeState:
+    """The part of a request's state that the search reads, and a model of its progress."""
+
+    request: FakeRequest
+    loading: bool = False
+    due_step: int = 0
+    tokens: int = 0
+    stored: int = 0
+
+
+def state(name: str) -> FakeState:
+    """A request without tokens."""
+    return FakeState(FakeRequest(name))
+
+
+NAMES = [str(number) for number in range(6)]
+STEPS = st.lists(
+    st.tuples(
+        st.dictionaries(st.sampled_from(NAMES), st.sampled_from([1, 1, 1, 1, 3, 20]), max_size=6),
+        st.booleans(),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(steps=STEPS, all_ones=st.booleans())
+def test_every_full_block_is_found_in_its_step(
+    steps: list[tuple[dict[str, int], bool]], all_ones: bool
+) -> None:
+    """Blocks are stored in the step that fills them, or in the first one with room after it."""
+    due, states = DueRequests(1), {name: state(name) for name in NAMES}
+    for one in states.values():
+        due.watch(cast(RequestState, one))
+    for scheduled, room in steps:
+        tokens = {name: 1 if all_ones else count for name, count in scheduled.items()}
+        step = Step(sum(tokens.values()), tokens)
+        found = due.take(step, lambda name: cast(RequestState, states[name]), room.__bool__)
+        for one in cast(list[FakeState], found):
+            ahead = one.tokens + tokens[one.request.request_id]
+            if room:
+                one.stored = ahead // BLOCK
+            due.put(cast(RequestState, one), (one.stored + 1) * BLOCK - ahead)
+        for name, count in tokens.items():
+            states[name].tokens += count
+            if room:
+                assert states[name].stored == states[name].tokens // BLOCK, name
+
+
+def test_a_decode_step_examines_only_requests_that_fill_a_block() -> None:
+    due, states = DueRequests(1), {str(number): state(str(number)) for number in range(4 * BLOCK)}
+    for number, one in enumerate(states.values()):
+        one.tokens = number
+        due.watch(cast(RequestState, one))
+    examined = []
+    for _ in range(2 * BLOCK):
+        scheduled = dict.fromkeys(states, 1)
+        found = due.take(Step(len(scheduled), scheduled), lambda _: None, lambda: True)
+        examined.append(len(found))
+        for one in cast(list[FakeState], found):
+            lacking = BLOCK - (one.tokens + 1) % BLOCK
+            due.put(cast(RequestState, one), lacking)
+        for one in states.values():
+            one.tokens += 1
+    assert examined[0] == len(states)
+    assert set(examined[1:]) == {4}
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_requests_share_a_step_soon_after_their_own(every: int) -> None:
+    due, states = DueRequests(every), [state(str(number)) for number in range(8)]
+    scheduled = {one.request.request_id: 1 for one in states}
+    for one in states:
+        due.watch(cast(RequestState, one))
+    step = Step(len(scheduled), scheduled)
+    due.take(step, lambda _: None, lambda: True)
+    for number, one in enumerate(states):
+        due.put(cast(RequestState, one), 2 + number)
+    found_at = {}
+    for number in range(2, 2 + 8 + every):
+        for one in cast(list[FakeState], due.take(step, lambda _: None, lambda: True)):
+            found_at.setdefault(one.request.request_id, number)
+            due.put(cast(RequestState, one), 99)
+    for number in range(8):
+        own = 1 + 2 + number
+        assert own <= found_at[str(number)] < own + every
+        assert found_at[str(number)] % every == 0
+
+
+def test_a_request_that_is_gone_or_never_due_is_not_examined() -> None:
+    due, gone, never = DueRequests(1), state("gone"), state("never")
+    for one in (gone, never):
+        due.watch(cast(RequestState, one))
+    step = Step(2, {"gone": 1, "never": 1})
+    assert len(due.take(step, lambda _: None, lambda: True)) == 2
+    due.forget(cast(RequestState, gone))
+    due.put(cast(RequestState, never), None)
+    for _ in range(3):
+        assert due.take(step, lambda _: None, lambda: True) == []
+
+
+def test_a_request_that_waits_for_its_load_is_examined_after_it() -> None:
+    due, one = DueRequests(), state("one")
+    due.watch(cast(RequestState, one))
+    one.loading = True
+    assert due.take(Step(1, {"one": 1}), lambda _: None, lambda: True) == []
+    assert due.take(Step(0, {}), lambda _: None, lambda: True) == []
+    one.loading = False
+    assert due.take(Step(1, {"one": 1}), lambda _: None, lambda: True) == [one]
+
+
+def part_of(failed: list[int]) -> StorePart:
+    """Six blocks of three chains on one rank, some of whose copies failed."""
+    extents = np.zeros((6, 1), EXTENT_DTYPE)
+    extents["slot"][:, 0] = range(10, 16)
+    part = StorePart(
+        [bytes([number]) * 32 for number in range(6)],
+        list(range(1, 7)),
+        [(0, b"a" * 32), (1, b""), (3, b"c" * 32)],
+        [Slots("boot", "session", extents[:2]), Slots("boot", "session", extents[2:])],
+    )
+    assert part.complete().pages.tolist() == [1, 2, 3, 4, 5, 6]
+    ok, sums = np.ones(6, np.bool_), np.arange(96, dtype=np.uint8).reshape(6, 16)
+    ok[failed] = False
+    part.outcomes.append((0, RankStored(0, np.arange(6), ok, sums)))
+    return part
+
+
+def test_blocks_whose_copies_failed_leave_the_other_chains_whole() -> None:
+    good, sums = (part := part_of([0, 4])).results()
+    commit = part.commit_of(good, sums)
+    assert [key[0] for key in commit.keys] == [1, 2, 3, 5]
+    assert commit.extents["slot"].reshape(-1).tolist() == [11, 12, 13, 15]
+    assert list(commit.chains) == [(0, b""), (2, b"c" * 32)]
+    assert commit.checksums is not None
+    assert commit.checksums[:, 0, 0].tolist() == [16, 32, 48, 80]
+
+
+def test_a_rank_that_did_not_report_fails_all_blocks() -> None:
+    part = part_of([])
+    part.outcomes.clear()
+    good, _ = part.results()
+    assert not good.any()

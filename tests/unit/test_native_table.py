@@ -1,0 +1,176 @@
+"""The table of the shared index: it finds what was put, and nothing else, whatever it holds."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.core_kit import no_deadline
+from support.table_rig import FIRST, PAGE, SPACE, Rig, names, shape_of
+
+from kvhearth import native
+from kvhearth.model import EXTENT_DTYPE
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason="no native module")
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("width", [16, 24, 32])
+def test_all_that_is_put_is_found(shards: int, scattered: bool, width: int) -> None:
+    rig, count = Rig(4096), 4096 // shards
+    order = np.arange(4096)
+    if scattered:
+        np.random.default_rng(1).shuffle(order)
+    slots = order.reshape(count, shards).tolist()
+    keys = names(count, width=width)
+    assert rig.put(keys, slots, width=width) == count
+    assert rig.table.unplaced_count == 0
+    found, extents = rig.find(keys, shards=shards, width=width)
+    assert found.all()
+    assert (extents["slot"] == np.array(slots) + FIRST).all()
+    assert (extents["offset"] == np.array(slots) * PAGE).all()
+    assert (extents["segment"] == 3).all()
+    assert (extents["length"] == PAGE).all()
+    assert (extents["flags"] == 1).all()
+    sums = extents["checksum"].tobytes()
+    assert sums == b"".join(key[:16] * shards for key in keys)
+    assert not rig.find(names(count, count, width), shards=shards, width=width)[0].any()
+    assert not rig.find(keys, shards=shards, width=width, space=SPACE + 1)[0].any()
+
+
+def test_without_a_mask_the_search_ends_at_the_first_hole() -> None:
+    rig, keys = Rig(256), names(200)
+    rig.put(keys, [[number] for number in range(200)])
+    asked = [*keys[:150], b"?" * 32, *keys[150:]]
+    extents = np.zeros((201, 1), EXTENT_DTYPE)
+    assert rig.table.find(SPACE, b"".join(asked), 32, PAGE, extents, None) == 150
+    assert not extents["length"][150:].any()
+    found, _ = rig.find(asked)
+    assert np.flatnonzero(~found).tolist() == [150]
+
+
+def test_a_new_generation_voids_an_entry_and_a_new_put_renews_it() -> None:
+    rig, keys = Rig(64), names(8)
+    rig.put(keys, [[number] for number in range(8)])
+    rig.generations[FIRST + 3] += 1
+    assert np.flatnonzero(~rig.find(keys)[0]).tolist() == [3]
+    rig.put(names(1, 50), [[3]])
+    found, extents = rig.find([*keys, *names(1, 50)])
+    assert np.flatnonzero(~found).tolist() == [3]
+    assert extents["slot"][8] == FIRST + 3
+    assert extents["generation"][8] == 1
+    rig.put([keys[3]], [[20]])
+    assert rig.find(keys)[1]["slot"][3] == FIRST + 20
+
+
+def test_one_shard_of_a_later_life_voids_the_block() -> None:
+    rig, keys = Rig(64), names(4)
+    rig.put(keys, [[3 * number, 3 * number + 2] for number in range(4)])
+    assert rig.find(keys, shards=2)[0].all()
+    rig.generations[FIRST + 5] += 1
+    assert rig.find(keys, shards=2)[0].tolist() == [True, False, True, True]
+
+
+def test_an_entry_whose_writer_never_ended_is_given_up_and_can_be_written_again() -> None:
+    rig, keys = Rig(64), names(8)
+    rig.put(keys, [[number] for number in range(8)])
+    rig.table.entries[5, 0] |= np.uint64(1)
+    found, _ = rig.find(keys)
+    assert np.flatnonzero(~found).tolist() == [5]
+    rig.put([keys[5]], [[5]])
+    assert rig.find(keys)[0].all()
+
+
+def test_flags_ask_for_verification() -> None:
+    rig, keys = Rig(64), names(2)
+    rig.flags[FIRST + 1] = 2
+    rig.put(keys, [[0], [1]])
+    assert rig.find(keys)[1]["flags"].reshape(-1).tolist() == [1, 3]
+
+
+def test_the_same_block_in_ever_new_slots_always_finds_room() -> None:
+    rig, (key,) = Rig(64), names(1)
+    for slot in range(64):
+        assert rig.put([key], [[slot]]) == 1
+        found, extents = rig.find([key])
+        assert found.all()
+        rig.generations[extents["slot"][0, 0]] += 1
+    assert not rig.find([key])[0].any()
+
+
+def test_a_row_names_its_epoch() -> None:
+    table = Rig(64).table
+    assert table.space(9, 0) == 0
+    table.use(9, 4, 77)
+    assert [table.space(9, epoch) for epoch in (3, 4, 5)] == [0, 77, 0]
+    table.use(9, 5, 78)
+    assert [table.space(9, epoch) for epoch in (4, 5)] == [0, 78]
+
+
+@no_deadline
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1 << 20), st.integers(0, (1 << 64) - 1)), min_size=1, max_size=200
+    )
+)
+def test_whatever_memory_holds_no_place_outside_the_segment_is_told(
+    damage: list[tuple[int, int]],
+) -> None:
+    rig = Rig(128)
+    keys = names(60)
+    rig.put(keys, [[2 * number, 2 * number + 1] for number in range(60)])
+    words = rig.memory.view(np.uint64)
+    used = len(words) - (1 << 16)  # behind the rows
+    for place, value in damage:
+        words[(1 << 16) + place % used] = value
+    found, extents = rig.find(keys, shards=2)
+    seen = extents[found].reshape(-1)
+    assert (seen["slot"] >= FIRST).all()
+    assert (seen["slot"] < FIRST + 128).all()
+    assert (seen["offset"] + PAGE <= 128 * PAGE).all()
+
+
+def test_a_reader_beside_a_writer_that_is_killed() -> None:
+    """No mix of two writes is ever found, and no search hangs."""
+    slots = 256
+    shape = shape_of(slots)
+    sizes = shape.bytes, 4 * (FIRST + slots)
+    places = [os.memfd_create("table") for _ in sizes]
+    for place, size in zip(places, sizes, strict=True):
+        os.ftruncate(place, size)
+    memory, generations = (np.frombuffer(mmap.mmap(place, 0), np.uint8) for place in places)
+    rig = Rig(slots, memory, generations)
+    keys = names(2 * slots)
+    words = [sys.executable, "-m", "support.table_rig", *map(str, places), str(slots)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    for _ in range(3):
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, pass_fds=places, env=environment
+        ) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+            end, hits = time.monotonic() + 0.3, 0
+            while time.monotonic() < end or not hits:
+                found, extents = rig.find(keys)
+                sums = extents["checksum"].reshape(-1)
+                for number in np.flatnonzero(found).tolist():
+                    assert sums[number].tobytes() == keys[number][:16]
+                    assert extents["slot"][number, 0] == FIRST + number % slots
+                hits += np.count_nonzero(found)
+                assert writer.poll() is None
+            writer.send_signal(signal.SIGKILL)
+        for _ in range(10):
+            found, extents = rig.find(keys)
+            assert not (found[:slots] & found[slots:]).any()
+    for place in places:
+        os.close(place)
