@@ -38,7 +38,7 @@ for package in (kvhearth, kvhearth_server):
         try:
             importlib.import_module(found.name)
         except ModuleNotFoundError as error:
-            if error.name not in ("torch", "vllm", "matplotlib"):
+            if error.name not in ("torch", "triton", "vllm", "matplotlib"):
                 raise
 print(pwd.getpwuid(os.getuid()).pw_name, os.getgid(), kvhearth.native.available())
 """
@@ -154,8 +154,9 @@ def test_every_verb_and_module_is_there(jailed: Jail) -> None:
         assert "pip install 'kvhearth[lab]'" in done.stderr
     done = jailed.run("python3", "-c", _IMPORT_ALL)
     # The compiler that built this machine's module built the image's, too.
+    assert done.returncode == 0, done.stderr
     user, group, problem = done.stdout.strip().split(maxsplit=2)
-    assert (done.returncode, user, group) == (0, "kvhearth", "65532"), done.stderr
+    assert (user, group) == ("kvhearth", "65532")
     assert "Traceback" not in done.stderr, done.stderr
     assert (problem == "None") == (native.available() is None), problem
 
