@@ -1,0 +1,1 @@
+"""The gateway: a process that serves engines on other hosts, as one more local client."""

@@ -1,0 +1,76 @@
+"""Identities of remote peers: the tenant, role and bounds of a secret or a certificate."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Role(enum.StrEnum):
+    """What an identity may do: an ``engine`` stores and loads, a ``reader`` only loads, an
+    ``admin`` may also use the operators' calls.
+    """
+
+    ENGINE = "engine"
+    READER = "reader"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of one identity over all its sessions; 0 for none.
+
+    Attributes:
+        sessions, connections: open at once.
+        calls_per_s: calls and data requests, on average over a second.
+        held_bytes, held_blocks: bound by its leases and reservations at once.
+    """
+
+    sessions: int = 0
+    connections: int = 0
+    calls_per_s: int = 0
+    held_bytes: int = 0
+    held_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A remote peer's identity.
+
+    Attributes:
+        name: for the log; never the secret.
+        tenant: the daemon's tenant whose blocks it uses.
+    """
+
+    name: str
+    tenant: str
+    role: Role = Role.ENGINE
+    bounds: Bounds = Bounds()
+
+
+class Doorkeeper(Protocol):
+    """Tells identities. Thread-safe."""
+
+    def identify(self, secret: str, certificate: dict[str, object] | None) -> Identity:
+        """Return the identity of a peer.
+
+        Args:
+            secret: the token of ``Identify``; "" for none.
+            certificate: the verified client certificate, as ``ssl.SSLSocket.getpeercert`` has it.
+
+        Raises:
+            KVHearthError: ``peer_not_allowed``; the message does not contain the secret.
+        """
+        ...
+
+
+class OpenDoor:
+    """A ``Doorkeeper`` for addresses that nobody else reaches, or with ``--insecure``."""
+
+    def __init__(self, tenant: str) -> None:
+        self._identity = Identity("anyone", tenant)
+
+    def identify(self, secret: str, certificate: dict[str, object] | None) -> Identity:
+        """See ``Doorkeeper.identify``: everyone is the same identity."""
+        return self._identity
