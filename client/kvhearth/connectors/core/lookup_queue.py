@@ -5,7 +5,7 @@ index answers most of them at once, without a thread.
                 │    ▲
                 └────┘ asked again while blocks are promoted from SSD
 
-Only the scheduler takes and drops; only the queue's threads settle.
+Only the scheduler takes and drops; only the queue's threads resolve.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Lookup:
             self._done.wait(seconds)
         return self._result
 
-    def settle(self, result: LookupResult, session_id: str) -> None:
+    def resolve(self, result: LookupResult, session_id: str) -> None:
         """Record an answer."""
         if self._result is None:
             self.first_tokens = result.hit_tokens
@@ -146,7 +146,7 @@ class LookupQueue:
             session_id = self._client.session_id
             result = self._client.lookup_mapped(self._groups.keys(hashes, b""))
             if result is not None:
-                lookup.settle(result, session_id)
+                lookup.resolve(result, session_id)
                 return lookup
         return lookup if self._enqueue(lookup) else None
 
@@ -236,7 +236,7 @@ class LookupQueue:
             lookup.key_salt = lookup.find_key_salt()
         if lookup.key_salt is None:
             unknown = LookupResult(0, None, {}, reason=ClientReason.NO_ADAPTER_DIGEST)
-            lookup.settle(unknown, session_id)
+            lookup.resolve(unknown, session_id)
             return
         prefetch, before = lookup.prefetch, lookup.result
         keys = self._groups.keys(lookup.hashes, lookup.key_salt)
@@ -245,7 +245,7 @@ class LookupQueue:
             unwanted = lookup.cancelled or lookup.taken
             failed = before is not None and bool(result.reason)
             if before is None or not (unwanted or failed):
-                lookup.settle(result, session_id)
+                lookup.resolve(result, session_id)
                 self._plan(lookup, result, prefetch=prefetch)
             else:
                 lookup.promotions = False
@@ -279,4 +279,4 @@ class LookupQueue:
         lookup.promotions = False
         if lookup.result is None:
             nothing = LookupResult(0, None, absent({}), reason=Reason.INTERNAL)
-            lookup.settle(nothing, self._client.session_id)
+            lookup.resolve(nothing, self._client.session_id)
