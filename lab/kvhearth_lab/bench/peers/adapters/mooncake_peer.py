@@ -105,7 +105,7 @@ class Peer:
         """See ``harness.Peer``."""
         self._config = config
         pages = "2MiB" if config.hugepages else "4KiB"
-        client = "shared-memory client"
+        kind = "shared-memory client"
         if config.hugepages:
             os.environ["MC_STORE_USE_HUGEPAGE"] = "1"
         self._preload()
@@ -117,7 +117,7 @@ class Peer:
             fill(self.source)
             self.target[:] = 0
         elif config.part == "wire":
-            client = "a client over TCP"
+            kind = "a client over TCP"
             self.source, pages = huge_or_not(config.batch, config.page_bytes, config.hugepages)
             self.target, _ = huge_or_not(config.batch, config.page_bytes, config.hugepages)
             fill(self.source)
@@ -132,7 +132,7 @@ class Peer:
                 "numpy": np.__version__,
                 "python": sys.version.split()[0],
             },
-            "settings": f"master, store process and {client}; protocol tcp, "
+            "settings": f"master, store process and {kind}; protocol tcp, "
             "metadata P2PHANDSHAKE; memory of pages and store registered at the start",
             "pages": pages,
             "leftovers": [],
