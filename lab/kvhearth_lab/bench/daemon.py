@@ -93,9 +93,11 @@ def _wait_quiet(stub: Stub, token: Metadata) -> None:
 
 @contextlib.contextmanager
 def served(starter: Starter = SERVE, **settings: object) -> Iterator[Served]:
-    """Run a daemon during the block; ``ready`` waits until it can be used."""
+    """Run a daemon during the block, without HTTP unless ``settings`` say so; ``ready`` waits until
+    it can be used.
+    """
     with tempfile.TemporaryDirectory(prefix="kvh-") as name:
-        daemon = Served(Path(name), None, settings, starter)
+        daemon = Served(Path(name), None, {"http": "off", **settings}, starter)
         try:
             daemon.launch()
             yield daemon

@@ -224,7 +224,8 @@ class FilePeer:
 class WirePeer:
     """Base of peers whose blocks travel over TCP; each subclass starts, connects, puts and gets.
 
-    ``store_4`` and ``load_4`` spread the blocks over 4 connections, each with a thread.
+    ``store_4`` and ``load_4`` spread the blocks over 4 connections, each with a thread;
+    ``store_one`` and ``load_one`` move one block.
     """
 
     source: U8
@@ -251,6 +252,8 @@ class WirePeer:
         for count in CONNECTIONS:
             made[f"store_{count}"] = partial(self._spread, self.put, count)
             made[f"load_{count}"] = partial(self._spread, self.get, count)
+        made["store_one"] = partial(self._one, self.put)
+        made["load_one"] = partial(self._one, self.get)
         return made
 
     def connect(self) -> Any:
@@ -266,8 +269,7 @@ class WirePeer:
         raise NotImplementedError
 
     def _spread(self, move: Callable[[Any, Sequence[int]], None], count: int, _index: int) -> float:
-        while len(self._open) < count:
-            self._open.append(self.connect())
+        self._connect(count)
         parts = [self.pages[number::count] for number in range(count)]
         start = time.perf_counter()
         running = [
@@ -277,6 +279,16 @@ class WirePeer:
         for each in running:
             each.result()
         return time.perf_counter() - start
+
+    def _one(self, move: Callable[[Any, Sequence[int]], None], index: int) -> float:
+        self._connect(1)
+        start = time.perf_counter()
+        move(self._open[0], [self.pages[index]])
+        return time.perf_counter() - start
+
+    def _connect(self, count: int) -> None:
+        while len(self._open) < count:
+            self._open.append(self.connect())
 
     def drop(self) -> None:
         """See ``Peer``."""

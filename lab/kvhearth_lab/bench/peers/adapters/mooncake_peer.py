@@ -147,7 +147,7 @@ class Peer:
             for count in CONNECTIONS:
                 made[f"store_{count}"] = partial(self._spread, count, True)
                 made[f"load_{count}"] = partial(self._spread, count, False)
-            return made
+            return {**made, "store_one": self._store_one, "load_one": self._load_one}
         if part != "copies":
             return {}
         return {
