@@ -138,6 +138,10 @@ class Session:
             # stream. A read would report the same by an exception, which costs three times as much.
             return self._events is not None and not self._events.poll(0)
 
+    def fileno(self) -> int:
+        """Return the attach socket's descriptor; it becomes readable when the session has ended."""
+        return self._life_line.fileno()
+
     def retire(self) -> None:
         """Make ``alive`` False for good, so that no copy begins; the attach socket stays open."""
         self._retired = True
