@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvhearth.wire.remote import Outcome
 from support.daemon import running_daemon
 from support.remote_raw import PAGE_BYTES, RawSession, gateway, keys_of
+
+from kvhearth.wire.remote import Outcome
 
 
 def test_blocks_are_stored_and_loaded_over_tcp() -> None:
