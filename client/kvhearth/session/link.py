@@ -149,6 +149,10 @@ class Session:
     def mend(self) -> None:
         """Resume a broken life line where that is possible; waits for an attach at most."""
 
+    def fileno(self) -> int:
+        """Return the attach socket's descriptor; it becomes readable when the session has ended."""
+        return self._life_line.fileno()
+
     def retire(self) -> None:
         """Make ``alive`` False for good, so that no copy begins; the attach socket stays open."""
         self._retired = True
