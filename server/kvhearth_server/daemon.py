@@ -48,7 +48,7 @@ from kvhearth_server.preflight import (
 from kvhearth_server.tier_startup import TierKind, follow_recovery, open_tiers
 from kvhearth_server.tiers.base import Tier
 from kvhearth_server.tiers.ssd.tier import SsdTier
-from kvhearth_server.transport.attach import AttachServer, Tenancy
+from kvhearth_server.transport.attach import Admission, AttachServer, Tenancy
 from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.frames import CallsServer
 from kvhearth_server.transport.rpc.server import RpcServer
@@ -196,7 +196,7 @@ async def _serve(
     timeout_s = settings.attach_timeout_s
     calls = CallsServer(engine, dispatcher, shares, timeout_s=timeout_s)
     attach = AttachServer(
-        engine, _tenancies(settings), timeout_s=timeout_s, descriptors_max=shares.attach
+        engine, _admission(settings), timeout_s=timeout_s, descriptors_max=shares.attach
     )
     web = _open_web(settings, engine, admin_token, shares.http)
     _prepare_sockets(settings, admin_token)
@@ -336,8 +336,10 @@ async def _trim(engine: Engine) -> None:
     _log.info("arena.trimmed")
 
 
-def _tenancies(settings: Settings) -> list[Tenancy]:
-    return [Tenancy(t.name, t.uids) for t in settings.effective_tenants(os.getuid())]
+def _admission(settings: Settings) -> Admission:
+    own = os.getuid()
+    tenancies = [Tenancy(t.name, t.uids) for t in settings.effective_tenants(own)]
+    return Admission(tenancies, settings.effective_gateway_uids(own))
 
 
 def _limits(settings: Settings) -> Limits:

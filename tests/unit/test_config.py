@@ -382,3 +382,26 @@ def test_tenants_have_whole_slabs() -> None:
         TenantSetting("b-2", (3,), 64 << 20),
     )
     assert parse_tenant(settings.tenants[0]) is settings.tenants[0]
+
+
+def test_a_tenant_may_have_no_users(tmp_path: Path) -> None:
+    """Only engines on other hosts use it; both forms are written as they are read."""
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text(
+        "tenants: [{name: a, uids: [], bytes: 64MiB}, {name: b, bytes: 64MiB}, "
+        "{name: c, uids: [7, 8], bytes: 64MiB}, 'd=:64MiB']\n"
+    )
+    settings = load_settings({}, path)
+    assert [each.uids for each in settings.tenants] == [(), (), (7, 8), ()]
+    path.write_text(settings_yaml(settings))
+    assert load_settings({}, path) == settings
+    for row in ("{name: a}", "{name: a, bytes: 1GiB, uid: 7}", "{name: A, bytes: 1GiB}"):
+        path.write_text(f"tenants: [{row}]\n")
+        assert "name" in refusal(path)
+
+
+def test_gateways_are_the_daemons_own_user_only_where_it_listens() -> None:
+    assert Settings().effective_gateway_uids(5) == ()
+    assert Settings(listen="127.0.0.1:9461").effective_gateway_uids(5) == (5,)
+    assert Settings(gateway_uids=[7]).effective_gateway_uids(5) == (7,)
+    assert Settings(gateway_uids=[7], listen="[::1]:0").effective_gateway_uids(5) == (7,)

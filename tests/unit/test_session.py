@@ -22,8 +22,8 @@ from kvhearth.proto.v1.cache_pb2 import HeartbeatRequest
 from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import Session, attach, open_link
 from kvhearth.transports.base import HEARTBEAT
-from kvhearth.transports.frames_unix import FramesUnixTransport
-from kvhearth.url import DaemonUrl, parse_url
+from kvhearth.transports.frames import over_unix
+from kvhearth.url import UnixUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
 
@@ -32,8 +32,8 @@ def hello(*, map_arena: bool = True) -> Hello:
     return Hello(PROTOCOL_VERSION, "e1", small_contract().to_json(), map_arena=map_arena, pid=1)
 
 
-def url(directory: Path, attach_ms: int = 5000) -> DaemonUrl:
-    return DaemonUrl(directory, attach_ms=attach_ms)
+def url(directory: Path, attach_ms: int = 5000) -> UnixUrl:
+    return UnixUrl(directory, attach_ms=attach_ms)
 
 
 def mapping_of(session: Session) -> ArenaMapping:
@@ -201,7 +201,7 @@ def test_another_users_socket_gets_no_token_and_no_hello(tmp_path: Path, name: s
         finally:
             os.seteuid(0)
         right = dataclasses.replace(url(tmp_path), daemon_uid=0)
-        transport = FramesUnixTransport(path, "secret", 1 << 20, right.check_daemon)
+        transport = over_unix(path, "secret", 1 << 20, right.check_daemon)
         use: Callable[[], object] = {
             "attach.sock": lambda: attach(right, hello()),
             "calls.sock": lambda: transport.call(HEARTBEAT, HeartbeatRequest(), 5.0),

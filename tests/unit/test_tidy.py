@@ -19,7 +19,7 @@ FUNCTION_LINES_MAX = 70
 
 CATCH_ALL_ALLOWED = frozenset(
     {
-        "client/kvhearth/transports/frames_unix.py",  # a failed connection is not used again
+        "client/kvhearth/transports/frames.py",  # a failed connection is not used again
         # thread mains and supervised tasks: their exceptions are counted and logged
         "client/kvhearth/copiers/cuda.py",
         "client/kvhearth/copiers/host.py",

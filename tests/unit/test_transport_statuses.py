@@ -13,7 +13,7 @@ from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
 from kvhearth.transports.base import HEARTBEAT, LOOKUP, CacheTransport
-from kvhearth.transports.frames_unix import FramesUnixTransport
+from kvhearth.transports.frames import over_unix
 from kvhearth.transports.grpc_unix import GrpcUnixTransport
 from kvhearth.wire.frames import (
     BareError,
@@ -85,7 +85,7 @@ def _grpc(folder: Path, message_bytes_max: int) -> CacheTransport:
 
 
 def _frames(folder: Path, message_bytes_max: int) -> CacheTransport:
-    return FramesUnixTransport(f"{folder}/calls.sock", "t", message_bytes_max)
+    return over_unix(f"{folder}/calls.sock", "t", message_bytes_max)
 
 
 each_transport = pytest.mark.parametrize("make", [_grpc, _frames])

@@ -128,6 +128,8 @@ class Hello:
         previous_drained: whether all copies under that session have finished.
         numa_node: NUMA node of this rank's GPU, or that it copies from; -1 if it is unknown.
         shared_index: whether to send the descriptors of the generations and of the shared index.
+        tenant: tenant that a gateway speaks for; "" is the tenant of this process's user.
+        identity: name of the remote peer that a gateway speaks for, for the daemon's log.
     """
 
     protocol: int
@@ -143,6 +145,8 @@ class Hello:
     previous_drained: bool = False
     numa_node: int = -1
     shared_index: bool = False
+    tenant: str = ""
+    identity: str = ""
 
     def to_message(self) -> dict[str, Any]:
         """Return the hello as a frame's message.
@@ -153,8 +157,9 @@ class Hello:
         values = asdict(self)
         if self.numa_node < 0:
             del values["numa_node"]
-        if not self.shared_index:
-            del values["shared_index"]
+        for name in ("shared_index", "tenant", "identity"):
+            if not values[name]:
+                del values[name]
         return {"kind": "hello", **values}
 
     @classmethod

@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +140,7 @@ def wire(url: str, made: Contract, *, calls: str = "grpc") -> Iterator[CacheTran
         map_arena=False,
         pid=os.getpid(),
     )
-    link = open_link(replace(parse_url(url), calls=calls), hello)
+    link = open_link(parse_url(f"{url}{'&' if '?' in url else '?'}calls={calls}"), hello)
     try:
         yield link.transport
     finally:

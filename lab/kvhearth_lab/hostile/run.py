@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.url import DaemonUrl
+from kvhearth.url import UnixUrl
 from kvhearth_lab.harness.client_process import Client, Line
 from kvhearth_lab.harness.daemon import Daemon, tied
 from kvhearth_lab.hostile import good
@@ -280,7 +280,7 @@ class Stage:
 
 
 def _deadline_s(name: str) -> float:
-    url = DaemonUrl(Path())
+    url = UnixUrl(Path())
     return (url.lookup_ms if name == "lookup" else url.call_ms) / 1000
 
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvhearth_server.config.value_types import (
-    HttpAddress,
+    Address,
     OptionalSize,
     Seconds,
     Size,
@@ -231,14 +231,51 @@ class Settings(BaseSettings):
         description="Engines' calls over gRPC, for clients in other languages; engines that use "
         "frames need none. Operators' calls have a socket of their own.",
     )
-    http: HttpAddress = Field(
+    http: Address = Field(
         "127.0.0.1:9460",
         description="Address of metrics, probes and the operators' HTTP API: HOST:PORT (port 0: "
         "any free port), or off.",
     )
     http_insecure: bool = Field(
         False,
-        description="Allow an HTTP address that other machines can reach; HTTP is not encrypted.",
+        description="Allow plain HTTP on an address that other machines can reach, without TLS and "
+        "tokens.",
+    )
+    listen: Address = Field(
+        "off",
+        description="Address of the gateway for engines on other hosts: HOST:PORT, or off. An "
+        "address that others can reach needs tls_cert, tls_key, and tokens_file or client_ca.",
+    )
+    gateway_processes: int = Field(
+        1, ge=1, le=64, description="Number of gateway processes that share the address."
+    )
+    gateway_uids: Uids = Field(
+        (),
+        description="User ids whose processes may speak for any tenant, as a gateway does. "
+        "Default: the daemon's own if listen is set, else none.",
+    )
+    tls_cert: Path | None = Field(
+        None,
+        description="File (PEM) with the certificate chain of the gateway, and of HTTP on an "
+        "address that others can reach. Read again at SIGHUP, as tls_key, client_ca, tokens_file.",
+    )
+    tls_key: Path | None = Field(
+        None, description="File (PEM) with the private key of tls_cert; not readable by others."
+    )
+    client_ca: Path | None = Field(
+        None,
+        description="File (PEM) of the authorities whose certificates peers of the gateway must "
+        "have (mTLS). tokens_file maps them to tenants; without a map all are the only tenant's.",
+    )
+    tokens_file: Path | None = Field(
+        None,
+        description="File (YAML) of identities: hashes of tokens, and names in certificates, with "
+        "tenant, role and bounds (kvhearth token new). Not readable by others.",
+    )
+    insecure: bool = Field(
+        False,
+        description="Allow a gateway's address that others can reach without TLS or without "
+        "identities: whoever reaches it reads and writes the cache.",
     )
     read_token_file: Path | None = Field(
         None,
@@ -264,7 +301,10 @@ class Settings(BaseSettings):
         """Use only the caller's values; ``load_settings`` merges the other sources by name."""
         return (init_settings,)
 
-    @field_validator("socket_dir", "arena_dir", "read_token_file")
+    @field_validator(
+        *("socket_dir", "arena_dir", "read_token_file"),
+        *("tls_cert", "tls_key", "client_ca", "tokens_file"),
+    )
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else directory(value)
@@ -285,15 +325,38 @@ class Settings(BaseSettings):
                 f"stock_fraction_max: {self.stock_fraction_max} is more than held_fraction_max "
                 f"({self.held_fraction_max}); lower it"
             )
-        address = self.http_address
-        if address and not self.http_insecure and not is_loopback(address[0]):
-            problems.append(
-                f"http: other machines may reach {self.http}; give a loopback address such as "
-                "127.0.0.1:9460, or say http_insecure"
-            )
+        problems += self._door_problems()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _door_problems(self) -> list[str]:
+        problems = list[str]()
+        named = self.tokens_file is not None or self.client_ca is not None
+        if (self.tls_cert is None) != (self.tls_key is None):
+            problems.append("tls_cert: a certificate and its key go together; give tls_key, too")
+        if self.client_ca is not None and self.tls_cert is None:
+            problems.append("client_ca: needs TLS; give tls_cert and tls_key")
+        address = self.listen_address
+        if address and not self.insecure and not is_loopback(address[0]):
+            lacks = ["tls_cert and tls_key"] if self.tls_cert is None else []
+            lacks += [] if named else ["tokens_file or client_ca"]
+            if lacks:
+                problems.append(
+                    f"listen: other machines may reach {self.listen}; give {', and '.join(lacks)}, "
+                    "or a loopback address such as 127.0.0.1:9461, or say insecure"
+                )
+        if address and len(self.tenants) > 1 and self.tokens_file is None:
+            problems.append(
+                "listen: with several tenants a peer's identity tells which is its; give "
+                "tokens_file (kvhearth token new makes one)"
+            )
+        if self.http_routable and not self.http_insecure and not self.http_guarded:
+            problems.append(
+                f"http: other machines may reach {self.http}; give a loopback address such as "
+                "127.0.0.1:9460, or tls_cert, tls_key and tokens_file, or say http_insecure"
+            )
+        return problems
 
     def _size_problems(self) -> list[str]:
         slab, slot = self.slab_bytes, self.slot_bytes_min
@@ -397,6 +460,23 @@ class Settings(BaseSettings):
         return host_and_port(self.http)
 
     @property
+    def http_routable(self) -> bool:
+        """Whether other machines may reach HTTP."""
+        address = self.http_address
+        return address is not None and not is_loopback(address[0])
+
+    @property
+    def http_guarded(self) -> bool:
+        """Whether HTTP has TLS and needs a token for everything but the probes."""
+        files = self.tls_cert is not None and self.tokens_file is not None
+        return self.http_routable and not self.http_insecure and files
+
+    @property
+    def listen_address(self) -> tuple[str, int] | None:
+        """Host and port of the gateway; None if it is off."""
+        return host_and_port(self.listen)
+
+    @property
     def memory_bytes(self) -> int:
         """``memory`` in whole slabs."""
         return self.memory // self.slab_bytes * self.slab_bytes
@@ -408,6 +488,10 @@ class Settings(BaseSettings):
         slab = self.slab_bytes
         asked = [(each.name, each.bytes) for each in self.tenants] or [("memory", self.memory)]
         return [(name, size, size // slab * slab) for name, size in asked if size % slab]
+
+    def effective_gateway_uids(self, own_uid: int) -> tuple[int, ...]:
+        """Return the users whose processes may speak for any tenant."""
+        return self.gateway_uids or ((own_uid,) if self.listen_address else ())
 
     def effective_tenants(self, own_uid: int) -> tuple[TenantSetting, ...]:
         """Return the tenants that the daemon of user ``own_uid`` serves, their bytes in whole

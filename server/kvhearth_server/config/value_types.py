@@ -6,7 +6,7 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -101,7 +101,8 @@ class TenantSetting:
 
     Args:
         name: the tenant's part in its namespaces' digests, and the name of its segment.
-        uids: the user ids whose processes attach as this tenant.
+        uids: the user ids whose processes attach as this tenant; none for a tenant that only
+            engines on other hosts use, through a gateway.
         bytes: its segment's length, before rounding down to whole slabs.
     """
 
@@ -111,20 +112,43 @@ class TenantSetting:
 
 
 def parse_tenant(value: object) -> TenantSetting:
-    """Parse ``NAME=UID[,UID...]:SIZE``.
+    """Parse ``NAME=[UID[,UID...]]:SIZE``, or a mapping of name, uids and bytes.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the value has another form.
     """
     if isinstance(value, TenantSetting):
         return value
+    if isinstance(value, Mapping):
+        return _tenant_row(value)
     name, equals, rest = str(value).partition("=")
     uids, colon, size = rest.rpartition(":")
     if not equals or not colon:
         raise ValueError(f"{value!r} is not a tenant; write NAME=UID[,UID...]:SIZE: a=1000:8GiB")
+    return _tenant(name, uids.split(",") if uids.strip() else [], size)
+
+
+def _tenant_row(row: Mapping[object, object]) -> TenantSetting:
+    if not {"name", "bytes"} <= row.keys() <= {"name", "uids", "bytes"}:
+        raise ValueError(f"{row!r} is not a tenant; write {{name: a, uids: [1000], bytes: 8GiB}}")
+    uids = row.get("uids")
+    listed = uids if isinstance(uids, list | tuple) else [] if uids is None else [uids]
+    return _tenant(str(row["name"]), listed, row["bytes"])
+
+
+def _tenant(name: str, uids: Sequence[object], size: object) -> TenantSetting:
+    check_tenant_name(name)
+    return TenantSetting(name, tuple(_parse_uid(uid) for uid in uids), parse_size(size))
+
+
+def check_tenant_name(name: str) -> None:
+    """Refuse a text that cannot be a tenant's name.
+
+    Raises:
+        ValueError: it is empty, too long or of other characters.
+    """
     if _TENANT_NAME.fullmatch(name) is None:
         raise ValueError(f"tenant name {name!r}: use at most 63 of a-z 0-9 - _")
-    return TenantSetting(name, tuple(_parse_uid(uid) for uid in uids.split(",")), parse_size(size))
 
 
 @dataclass(frozen=True)
@@ -248,7 +272,7 @@ Tenants = Annotated[
     tuple[TenantSetting, ...],
     NoDecode,
     BeforeValidator(_parse_tenants),
-    Shown("NAME=UID[,UID...]:SIZE", str),
+    Shown("NAME=[UID[,UID...]]:SIZE", str),
 ]
 SsdDirs = Annotated[
     tuple[SsdDir, ...],
@@ -354,7 +378,7 @@ def _is_host(text: str) -> bool:
     return True
 
 
-HttpAddress = Annotated[str, BeforeValidator(parse_http), Shown("HOST:PORT|off", str)]
+Address = Annotated[str, BeforeValidator(parse_http), Shown("HOST:PORT|off", str)]
 
 
 def host_and_port(text: str) -> tuple[str, int] | None:

@@ -290,6 +290,7 @@ class Engine:
                 joined.group.number,
                 self.boot_id,
                 keys_max=self.keys_max(contract),
+                identity=hello.identity,
             )
             self.sessions.add(session)
             if hello.previous_boot == self.boot_id:

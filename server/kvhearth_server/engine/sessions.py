@@ -55,7 +55,7 @@ class Session:
     ``lock_byte`` is -1 if the process mapped nothing. ``boot_id`` names the daemon run that it
     attached to; ``ghost`` marks a session of an earlier run. ``keys_max`` is the number of blocks
     that a call may name; ``connections`` are those for calls; ``turn`` is its share of the loop's
-    time.
+    time. ``identity`` names the remote peer that a gateway's session speaks for.
     """
 
     number: int
@@ -70,6 +70,7 @@ class Session:
     gone: bool = False
     drained_since: float | None = None
     keys_max: int = 0
+    identity: str = ""
     connections: set[Connection] = field(default_factory=set)
     turn: Turn = field(init=False)
 

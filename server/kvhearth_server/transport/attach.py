@@ -31,6 +31,7 @@ from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.ownership import open_to_all
 from kvhearth_server.transport.messages import plain_error, plain_text
+from kvhearth_server.transport.reports import named
 
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
@@ -85,7 +86,57 @@ def tenant_of(uid: int, tenancies: Sequence[Tenancy]) -> str | None:
     return next((tenancy.name for tenancy in tenancies if uid in tenancy.uids), None)
 
 
-def _not_allowed(uid: int) -> KVHearthError:
+IDENTITY_CHARS_MAX = 128
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whom the daemon admits.
+
+    Attributes:
+        tenancies: the tenants and their users.
+        gateway_uids: users whose processes may speak for any of these tenants.
+    """
+
+    tenancies: Sequence[Tenancy]
+    gateway_uids: Sequence[int] = ()
+
+    def knows(self, uid: int) -> bool:
+        """Return whether a user may attach at all."""
+        return uid in self.gateway_uids or tenant_of(uid, self.tenancies) is not None
+
+    def tenant(self, uid: int, hello: Hello) -> str:
+        """Return the tenant of a user who says ``hello``.
+
+        Raises:
+            KVHearthError: ``peer_not_allowed``; ``bad_message`` for an unprintable identity.
+        """
+        own = tenant_of(uid, self.tenancies)
+        if not hello.tenant and not hello.identity and own is not None:
+            return own
+        if uid not in self.gateway_uids:
+            if own is None:
+                raise not_allowed(uid)
+            raise KVHearthError(
+                Reason.PEER_NOT_ALLOWED,
+                f"user id {uid} speaks for its own tenant only; leave tenant and identity out, or "
+                "name it in the daemon's gateway_uids",
+            )
+        if len(hello.identity) > IDENTITY_CHARS_MAX or not hello.identity.isprintable():
+            raise KVHearthError(
+                Reason.BAD_MESSAGE,
+                f"identity must be printable and have at most {IDENTITY_CHARS_MAX} characters",
+            )
+        wanted = hello.tenant or own
+        if wanted is None or all(wanted != tenancy.name for tenancy in self.tenancies):
+            raise KVHearthError(
+                Reason.PEER_NOT_ALLOWED,
+                f"no tenant is named {plain_text(hello.tenant)!r}; name one of the daemon's",
+            )
+        return wanted
+
+
+def not_allowed(uid: int) -> KVHearthError:
     """Return the refusal of a user of no tenant, which names the uid and the settings."""
     return KVHearthError(
         Reason.PEER_NOT_ALLOWED,
@@ -123,13 +174,13 @@ class AttachServer:
     def __init__(
         self,
         engine: Engine,
-        tenancies: Sequence[Tenancy],
+        admission: Admission,
         *,
         timeout_s: float,
         descriptors_max: int,
     ) -> None:
         self._engine = engine
-        self._tenancies = tenancies
+        self._admission = admission
         self._timeout_s = timeout_s
         self._descriptors_max = descriptors_max
         self._socket: socket.socket | None = None
@@ -213,10 +264,10 @@ class AttachServer:
         finished = False
         with connection:
             try:
-                tenant = tenant_of(peer.uid, self._tenancies)
-                bytes_max = HEALTH_BYTES_MAX if tenant is None else FRAME_BYTES_MAX
+                known = self._admission.knows(peer.uid)
+                bytes_max = FRAME_BYTES_MAX if known else HEALTH_BYTES_MAX
                 decoder = FrameDecoder(bytes_max, HELLO_PARTS_MAX)
-                attached = await self._handshake(connection, peer, tenant, decoder)
+                attached = await self._handshake(connection, peer, decoder)
                 if attached is not None:
                     # A successor must know of the session before it can write to the arena.
                     await self._engine.catalogue.written()
@@ -258,10 +309,11 @@ class AttachServer:
             tenant=attached.session.tenant,
             namespace=welcome.namespace[:_DIGITS_SHOWN],
             epoch=welcome.epoch,
+            **named(hello.identity),
         )
 
     async def _handshake(
-        self, connection: socket.socket, peer: Peer, tenant: str | None, decoder: FrameDecoder
+        self, connection: socket.socket, peer: Peer, decoder: FrameDecoder
     ) -> Attached | None:
         """Return the session; None after a refusal, of a slow peer too, or a ``health``."""
         try:
@@ -274,8 +326,7 @@ class AttachServer:
                 if hello is None:
                     await self._send(connection, self._health(), [])
                     return None
-            if tenant is None:
-                raise _not_allowed(peer.uid)
+            tenant = self._admission.tenant(peer.uid, hello)
             async with self._turn:
                 await asyncio.sleep(0)
                 return self._engine.attach(hello, peer, tenant)
@@ -286,7 +337,8 @@ class AttachServer:
                 "connection; say hello at once and try again",
             )
         except KVHearthError as refusal:
-            error = plain_error(refusal) if tenant is not None else _not_allowed(peer.uid)
+            known = self._admission.knows(peer.uid)
+            error = plain_error(refusal) if known else not_allowed(peer.uid)
         await self._refuse(connection, peer, error)
         return None
 
@@ -388,7 +440,7 @@ class AttachServer:
             why=error.message,
             uid=peer.uid,
             pid=peer.pid,
-            tenant=next((each.name for each in self._tenancies if peer.uid in each.uids), ""),
+            tenant=tenant_of(peer.uid, self._admission.tenancies) or "",
         )
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_REFUSE_S):

@@ -80,7 +80,13 @@ def bumped(record: SessionRecord, epoch: int) -> None:
         pid=peer.pid,
         tenant=record.tenant,
         epoch=epoch,
+        **named(record.identity),
     )
+
+
+def named(identity: str) -> dict[str, str]:
+    """Return the log's field for the remote identity behind a session; none if it is local."""
+    return {"identity": plain_text(identity, _NAME_CHARS)} if identity else {}
 
 
 def refused(door: str, peer: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from kvhearth.client import KVClient
 from kvhearth.copiers.host import HostCopier
 from kvhearth.page_layout import PagedKV
+from kvhearth.session.arena import ArenaMapping
 from kvhearth.transfer import ReservationPool
 from kvhearth_lab.bench.daemon import (
     Served,
@@ -105,7 +106,7 @@ class OurCopies:
         self._fresh += 1
         url = self.bench.daemon.client_url
         with attached(url, CONTRACT, f"bench-fresh-{self._fresh}") as fresh:
-            if fresh.arena is None:
+            if not isinstance(fresh.arena, ArenaMapping):
                 raise broken("the arena is not mapped")
             copier = HostCopier(PagedKV([self.bench.source]), fresh.arena, sums=False)
             seconds = replace(self.bench, client=fresh, plain=copier).store(copier)

@@ -1,0 +1,287 @@
+"""Sessions of remote processes: each is one session of the daemon, attached by the gateway."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import replace
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.session.arena import ArenaMapping
+from kvhearth.session.link import Session, attach
+from kvhearth.url import UnixUrl
+from kvhearth.wire.handshake import Hello, Welcome
+from kvhearth.wire.remote import Purpose
+from kvhearth_server.gateway.book import Book, Put
+from kvhearth_server.gateway.identity import Identity
+from kvhearth_server.gateway.streams import Stream
+from kvhearth_server.observability.logs import get_logger
+
+END_S = 10.0
+"""Time for a session's transfers to end once their connections are shut."""
+_PUTS_KEPT_MAX = 512
+"""Most answers to puts that a session keeps, to give them again."""
+
+GroupKey = tuple[str, str, int]
+"""Tenant, engine id and incarnation."""
+
+_log = get_logger("kvhearth.gateway")
+
+
+class PutLog:
+    """Answers to the latest puts of a session by their numbers, so that none is stored twice."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._under_way: dict[int, Put] = {}
+        self._ended: OrderedDict[int, bytes] = OrderedDict()
+
+    def begin(self, number: int, put: Put, wait_s: float) -> bytes | None:
+        """Begin a put, or return the answer to an earlier one of this number. One that is still
+        under way on another connection is ended first.
+
+        Raises:
+            KVHearthError: ``deadline`` if that one does not end.
+        """
+        with self._changed:
+            self._settle(number, wait_s)
+            if (answer := self._ended.get(number)) is None:
+                self._under_way[number] = put
+            return answer
+
+    def end(self, number: int, answer: bytes | None) -> None:
+        """End a put; ``answer`` has an outcome for each extent, None for a put that broke."""
+        with self._changed:
+            self._under_way.pop(number, None)
+            if answer is not None:
+                self._ended[number] = answer
+                while len(self._ended) > _PUTS_KEPT_MAX:
+                    self._ended.popitem(last=False)
+            self._changed.notify_all()
+
+    def answer(self, number: int, wait_s: float) -> bytes | None:
+        """Return the answer to a put, None if it never ended. Raises as ``begin``."""
+        with self._changed:
+            self._settle(number, wait_s)
+            return self._ended.get(number)
+
+    def _settle(self, number: int, wait_s: float) -> None:
+        put = self._under_way.get(number)
+        if put is None:
+            return
+        put.stream.end()
+        if not self._changed.wait_for(lambda: self._under_way.get(number) is not put, wait_s):
+            raise KVHearthError(Reason.DEADLINE, f"put {number} is still under way; ask again")
+
+
+class RemoteSession:
+    """One attached remote process.
+
+    Attributes:
+        token: names the session to the gateway; the daemon's own never leaves the gateway.
+        book: the grants of its group.
+        mapping: the arena; None for a process that did not ask for it.
+        line: the life line; None while it is broken.
+        expires: monotonic time at which a broken life line ends the session.
+    """
+
+    def __init__(
+        self, identity: Identity, hello: Hello, session: Session, mapping: ArenaMapping | None
+    ) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self.identity = identity
+        self.hello = hello
+        self.daemon = session
+        self.mapping = mapping
+        self.contract = Contract.from_json(hello.contract)
+        self.book = Book()
+        self.puts = PutLog()
+        self.line: Stream | None = None
+        self.expires = 0.0
+        self.ended = False
+        self._changed = threading.Condition()
+        self._streams: dict[Stream, Purpose] = {}
+
+    @property
+    def welcome(self) -> Welcome:
+        """The daemon's welcome."""
+        return self.daemon.welcome
+
+    @property
+    def remote_welcome(self) -> Welcome:
+        """The welcome for the remote process."""
+        return replace(self.welcome, token=self.token, tables=[])
+
+    @property
+    def group(self) -> GroupKey:
+        """Key of its group."""
+        return self.identity.tenant, self.hello.engine_id, self.welcome.incarnation
+
+    def join(self, stream: Stream, purpose: Purpose, most: int) -> None:
+        """Add a connection for calls or data.
+
+        Raises:
+            KVHearthError: ``unknown_token`` if the session has ended, ``too_many_sessions`` if it
+                has ``most`` of them.
+        """
+        with self._changed:
+            if self.ended:
+                raise KVHearthError(Reason.UNKNOWN_TOKEN, "the session has ended; attach again")
+            if sum(each is purpose for each in self._streams.values()) >= most:
+                raise KVHearthError(
+                    Reason.TOO_MANY_SESSIONS,
+                    f"the session has {most} connections for {purpose.name.lower()}; close some",
+                )
+            self._streams[stream] = purpose
+
+    def leave(self, stream: Stream) -> None:
+        """Remove a connection; its thread touches no slot any more."""
+        with self._changed:
+            self._streams.pop(stream, None)
+            self._changed.notify_all()
+
+    def take_line(self, stream: Stream | None, expires: float = 0.0) -> None:
+        """Set the life line, None for a broken one; an earlier one is ended."""
+        with self._changed:
+            before, self.line, self.expires = self.line, stream, expires
+        if before is not None and stream is not None:
+            before.end()
+
+    def broken(self, stream: Stream, expires: float) -> bool:
+        """Note that a life line broke; False if it was another's turn already."""
+        with self._changed:
+            if self.line is not stream:
+                return False
+            self.line, self.expires = None, expires
+            return True
+
+    def shut(self) -> bool:
+        """End all connections and wait for their threads; False if one goes on."""
+        with self._changed:
+            self.ended = True
+            if self.line is not None:
+                self.line.end()
+            for stream in self._streams:
+                stream.end()
+            return self._changed.wait_for(lambda: not self._streams, END_S)
+
+
+class Sessions:
+    """All sessions of a gateway process.
+
+    Args:
+        url: the daemon.
+    """
+
+    def __init__(self, url: UnixUrl) -> None:
+        self.url = url
+        self._lock = threading.Lock()
+        self._by_token: dict[bytes, RemoteSession] = {}
+        self._books: dict[GroupKey, Book] = {}
+
+    def open(self, identity: Identity, hello: Hello) -> RemoteSession:
+        """Attach for a remote process; one that it names as its previous session is ended first.
+
+        Raises:
+            KVHearthError: as ``kvhearth.session.link.attach``; ``memory_unavailable``.
+        """
+        for each in self.all():
+            if _precedes(each, identity, hello):
+                self.end(each, "followed")
+        session = attach(self.url, hello_for(identity, hello))
+        with contextlib.ExitStack() as undo:
+            undo.callback(session.goodbye)
+            mapping = None
+            descriptors = session.take_descriptors()
+            try:
+                if hello.map_arena:
+                    mapping = ArenaMapping(session.welcome, descriptors, session.alive)
+                    undo.callback(mapping.close)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            opened = RemoteSession(identity, hello, session, mapping)
+            undo.pop_all()
+        with self._lock:
+            opened.book = self._books.setdefault(opened.group, opened.book)
+            self._by_token[_digest(opened.token)] = opened
+        return opened
+
+    def find(self, token: str) -> RemoteSession:
+        """Return the session of a token.
+
+        Raises:
+            KVHearthError: ``unknown_token``.
+        """
+        with self._lock:
+            found = self._by_token.get(_digest(token))
+        if found is None:
+            raise KVHearthError(Reason.UNKNOWN_TOKEN, "no session has this token; attach again")
+        return found
+
+    def all(self) -> list[RemoteSession]:
+        """Return all sessions."""
+        with self._lock:
+            return list(self._by_token.values())
+
+    def end(self, session: RemoteSession, why: str) -> None:
+        """End a session after its transfers, and tell the daemon. Idempotent."""
+        with self._lock:
+            if self._by_token.pop(_digest(session.token), None) is None:
+                return
+            alone = not any(each.group == session.group for each in self._by_token.values())
+            over = alone or session.hello.scheduler
+            if over and self._books.get(session.group) is session.book:
+                del self._books[session.group]
+        settled = session.shut()
+        if over:
+            # The scheduler's end is the group's: its other ranks must not write any more.
+            settled = session.book.close(time.monotonic() + END_S) and settled
+        if session.mapping is not None:
+            session.mapping.close()
+        if settled:
+            session.daemon.goodbye()
+        else:
+            session.daemon.close()
+        _log.info(
+            "gateway.left",
+            why=why,
+            engine_id=session.hello.engine_id,
+            rank=session.hello.rank,
+            session=session.welcome.session,
+            identity=session.identity.name,
+            settled=settled,
+        )
+
+
+def hello_for(identity: Identity, hello: Hello) -> Hello:
+    """Return the gateway's hello for a remote process's."""
+    return replace(
+        hello,
+        pid=os.getpid(),
+        previous_boot="",
+        previous_session=0,
+        previous_drained=False,
+        numa_node=-1,
+        shared_index=False,
+    )
+
+
+def _precedes(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
+    return (
+        session.identity == identity
+        and session.hello.engine_id == hello.engine_id
+        and (session.welcome.boot_id, session.welcome.session)
+        == (hello.previous_boot, hello.previous_session)
+    )
+
+
+def _digest(token: str) -> bytes:
+    # Looked up by its digest: the time of a comparison tells nothing about the token.
+    return hashlib.sha256(token.encode("utf-8", "replace")).digest()
