@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import subprocess
 import tempfile
 import time
@@ -134,7 +135,7 @@ def wire(url: str, made: Contract, *, calls: str = "grpc") -> Iterator[CacheTran
     """Provide a bare transport with its own session, for empty calls."""
     hello = Hello(
         protocol=PROTOCOL_VERSION,
-        engine_id=f"bench-wire-{calls}",
+        engine_id=f"bench-wire-{secrets.token_hex(4)}",
         contract=made.to_json(),
         rank=0,
         map_arena=False,
