@@ -28,9 +28,10 @@ from kvhearth.wire.frames import decode_status
 from kvhearth.wire.remote import DATA_HEADER, DataFrame, DataKind, Outcome, Purpose
 from kvhearth.worker_thread import SupervisedThread
 
-PORTION_BYTES = 2 << 20
-"""Payload that a request should have: few calls a byte, and it stays in a core's cache between its
-checksum and the network. A connection takes no further request while more is unanswered.
+PORTION_BYTES = 4 << 20
+"""Payload that a request should have. Measured on loopback with two cores: with 1 MiB both ends
+spend twice the processor time a byte on waking each other, and beyond 4 MiB nothing is gained. A
+connection takes no further request while more is unanswered.
 """
 UNANSWERED_MAX = 64
 """Most unanswered requests of a connection."""
