@@ -412,14 +412,14 @@ def _messages(line: socket.socket, deadline: float) -> Iterator[dict[str, Any]]:
     """Yield the messages that come until the deadline.
 
     Raises:
-        KVHearthError: ``bad_message``, ``daemon_away`` at the connection's end.
-        OSError: ``TimeoutError`` at the deadline.
+        KVHearthError: ``bad_message``.
+        OSError: the connection ended; ``TimeoutError`` at the deadline.
     """
     decoder = FrameDecoder()
     while True:
         _set_timeout(line, deadline)
         if not (data := line.recv(_READ_BYTES)):
-            raise KVHearthError(Reason.DAEMON_AWAY, "the gateway closed the connection at attach")
+            raise ConnectionResetError("the gateway closed the connection")
         yield from decoder.feed(data)
 
 
