@@ -84,9 +84,19 @@ def gateway(socket_dir: Path, *flags: str) -> Iterator[GatewayProcess]:
     assert "Traceback" not in process.log.read_text(), process.log.read_text()[-6000:]
 
 
+_opened: list[socket.socket] = []
+
+
 def connect(port: int) -> socket.socket:
-    """Return a connection to a gateway."""
-    return socket.create_connection(("127.0.0.1", port), WAIT_S)
+    """Return a connection to a gateway, which ``close_all`` closes."""
+    _opened.append(socket.create_connection(("127.0.0.1", port), WAIT_S))
+    return _opened[-1]
+
+
+def close_all() -> None:
+    """Close all connections."""
+    while _opened:
+        _opened.pop().close()
 
 
 def receive(connection: socket.socket, size: int) -> bytes:

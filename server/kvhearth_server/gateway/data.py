@@ -224,7 +224,7 @@ class DataConnection:
         known = bytearray()
         for at in range(0, len(records), _NUMBER_BYTES):
             number = int.from_bytes(records[at : at + _NUMBER_BYTES], "little")
-            answer = self._session.puts.answer(number, _SETTLE_S)
+            answer = self._session.puts.answer(number, self._stream, _SETTLE_S)
             known.append(Outcome.UNKNOWN if answer is None else Outcome.OK)
             if answer is not None:
                 self._say(DataKind.STORED, number, answer)

@@ -98,6 +98,7 @@ class Gateway:
         url: the daemon.
         doorkeeper: tells who a peer is.
         place: this process among several.
+        speaks: whether peers have identities, whose tenants it names to the daemon.
         tls: returns the context of new connections, None for plain TCP.
     """
 
@@ -107,10 +108,11 @@ class Gateway:
         doorkeeper: Doorkeeper,
         place: Place,
         *,
+        speaks: bool = False,
         limits: Limits | None = None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
-        self.sessions = Sessions(url)
+        self.sessions = Sessions(url, speaks=speaks)
         self.tally = Tally()
         self._url = url
         self._doorkeeper = doorkeeper
@@ -235,14 +237,15 @@ class Gateway:
     def _live(self, stream: Stream, plain: socket.socket, peer: str, port: int, end: float) -> None:
         try:
             session = self._open_session(stream, peer, port, end)
+            if session is None:
+                return
+            self._opened(plain)
+            over = self._hold(session, stream)
         except KVHearthError as error:
             with contextlib.suppress(OSError):
                 stream.send([encode_frame(refused(error))], time.monotonic() + 1)
             raise
-        if session is None:
-            return
-        self._opened(plain)
-        if self._hold(session, stream):
+        if over:
             self.sessions.end(session, "bye")
 
     def _open_session(

@@ -17,7 +17,7 @@ from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import Session, attach
 from kvhearth.url import DaemonUrl
 from kvhearth.wire.handshake import Hello, Welcome
-from kvhearth.wire.remote import Purpose
+from kvhearth.wire.remote import REQUEST_RECORDS_MAX, Purpose
 from kvhearth_server.gateway.book import Book, Put
 from kvhearth_server.gateway.identity import Identity
 from kvhearth_server.gateway.streams import Stream
@@ -27,6 +27,8 @@ END_S = 10.0
 """Time for a session's transfers to end once their connections are shut."""
 _PUTS_KEPT_MAX = 512
 """Most answers to puts that a session keeps, to give them again."""
+
+_ASKED_MAX = 4 * REQUEST_RECORDS_MAX
 
 GroupKey = tuple[str, str, int]
 """Tenant, engine id and incarnation."""
@@ -41,15 +43,21 @@ class PutLog:
         self._changed = threading.Condition()
         self._under_way: dict[int, Put] = {}
         self._ended: OrderedDict[int, bytes] = OrderedDict()
+        self._asked: OrderedDict[int, Stream] = OrderedDict()
 
     def begin(self, number: int, put: Put, wait_s: float) -> bytes | None:
         """Begin a put, or return the answer to an earlier one of this number. One that is still
         under way on another connection is ended first.
 
         Raises:
-            KVHearthError: ``deadline`` if that one does not end.
+            KVHearthError: ``deadline`` if that one does not end; ``stale_extent`` if another
+                connection asked about the put since: it is too late for this one.
         """
         with self._changed:
+            if self._asked.get(number, put.stream) is not put.stream:
+                raise KVHearthError(
+                    Reason.STALE_EXTENT, f"put {number} was given up on this connection"
+                )
             self._settle(number, wait_s)
             if (answer := self._ended.get(number)) is None:
                 self._under_way[number] = put
@@ -65,11 +73,22 @@ class PutLog:
                     self._ended.popitem(last=False)
             self._changed.notify_all()
 
-    def answer(self, number: int, wait_s: float) -> bytes | None:
-        """Return the answer to a put, None if it never ended. Raises as ``begin``."""
+    def answer(self, number: int, stream: Stream, wait_s: float) -> bytes | None:
+        """Return the answer to a put, None if it did not end: it is then no more done, except on
+        the connection that asks.
+
+        Raises:
+            KVHearthError: ``deadline`` if it is under way and does not end.
+        """
         with self._changed:
             self._settle(number, wait_s)
-            return self._ended.get(number)
+            found = self._ended.get(number)
+            if found is None:
+                self._asked[number] = stream
+                self._asked.move_to_end(number)
+                while len(self._asked) > _ASKED_MAX:
+                    self._asked.popitem(last=False)
+            return found
 
     def _settle(self, number: int, wait_s: float) -> None:
         put = self._under_way.get(number)
@@ -177,10 +196,12 @@ class Sessions:
 
     Args:
         url: the daemon.
+        speaks: see ``hello_for``.
     """
 
-    def __init__(self, url: DaemonUrl) -> None:
+    def __init__(self, url: DaemonUrl, *, speaks: bool) -> None:
         self.url = url
+        self._speaks = speaks
         self._lock = threading.Lock()
         self._by_token: dict[bytes, RemoteSession] = {}
         self._books: dict[GroupKey, Book] = {}
@@ -194,7 +215,7 @@ class Sessions:
         for each in self.all():
             if _precedes(each, identity, hello):
                 self.end(each, "followed")
-        session = attach(self.url, hello_for(identity, hello))
+        session = attach(self.url, hello_for(identity, hello, speaks=self._speaks))
         with contextlib.ExitStack() as undo:
             undo.callback(session.goodbye)
             mapping = None
@@ -260,8 +281,13 @@ class Sessions:
         )
 
 
-def hello_for(identity: Identity, hello: Hello) -> Hello:
-    """Return the gateway's hello for a remote process's."""
+def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
+    """Return the gateway's hello for a remote process's; the identity decides the tenant.
+
+    Args:
+        speaks: whether to name tenant and identity, which takes a user in ``gateway_uids``. If not,
+            the tenant is that of the gateway's own user.
+    """
     return replace(
         hello,
         pid=os.getpid(),
@@ -270,6 +296,8 @@ def hello_for(identity: Identity, hello: Hello) -> Hello:
         previous_drained=False,
         numa_node=-1,
         shared_index=False,
+        tenant=identity.tenant if speaks else "",
+        identity=identity.name if speaks else "",
     )
 
 
