@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
@@ -334,22 +335,23 @@ def test_a_connection_that_speaks_on_its_life_line_is_cut(
 
 
 def test_a_killed_gateway_leaves_nothing_behind() -> None:
-    with running_daemon() as daemon:
-        served = GatewayProcess(daemon.socket_dir)
+    with running_daemon() as daemon, gateway(daemon.socket_dir) as served:
         session = RawSession(served.port)
         keys = keys_of(2)
         payload = session.store(keys)
         extents = session.reserve(2)
         session.data.sendall(session.put_frame(extents, bytes(2 * PAGE_BYTES))[:-100])
         time.sleep(0.1)
-        served.end(signal.SIGKILL)
+        os.kill(served.child, signal.SIGKILL)
         assert ended(session.line)
         daemon.wait_quiet()
-        with gateway(daemon.socket_dir) as again:
-            session = RawSession(again.port)
-            _, leased = session.look_up(keys)
-            assert session.get(leased)[1] == payload
-            session.bye()
+        session = RawSession(served.port)
+        _, leased = session.look_up(keys)
+        assert session.get(leased)[1] == payload
+        session.bye()
+        assert served.events("gateway.ended")[0]["code"] == -signal.SIGKILL
+        os.kill(served.process.pid, signal.SIGKILL)
+        until(lambda: not alive(served.child), "the process ends with its parent")
 
 
 def test_a_daemon_that_ends_ends_its_connections_at_once() -> None:
@@ -370,6 +372,15 @@ def test_a_daemon_that_ends_ends_its_connections_at_once() -> None:
         assert session.get(leased)[1] == payload
         session.bye()
         daemon.wait_quiet()
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _attaches(port: int) -> bool:

@@ -20,6 +20,7 @@ from kvhearth.wire.handshake import Hello, Welcome
 from kvhearth.wire.remote import REQUEST_RECORDS_MAX, Purpose
 from kvhearth_server.gateway.book import Book, Put
 from kvhearth_server.gateway.identity import Identity
+from kvhearth_server.gateway.meter import Meter, Meters
 from kvhearth_server.gateway.streams import Stream
 from kvhearth_server.observability.logs import get_logger
 
@@ -103,6 +104,7 @@ class RemoteSession:
     """One attached remote process.
 
     Attributes:
+        meter: counts what its identity uses.
         token: names the session to the gateway; the daemon's own never leaves the gateway.
         book: the grants of its group.
         mapping: the arena; None for a process that did not ask for it.
@@ -111,10 +113,16 @@ class RemoteSession:
     """
 
     def __init__(
-        self, identity: Identity, hello: Hello, session: Session, mapping: ArenaMapping | None
+        self,
+        identity: Identity,
+        meter: Meter,
+        hello: Hello,
+        session: Session,
+        mapping: ArenaMapping | None,
     ) -> None:
         self.token = secrets.token_urlsafe(32)
         self.identity = identity
+        self.meter = meter
         self.hello = hello
         self.daemon = session
         self.mapping = mapping
@@ -157,13 +165,19 @@ class RemoteSession:
                     Reason.TOO_MANY_SESSIONS,
                     f"the session has {most} connections for {purpose.name.lower()}; close some",
                 )
+            self.meter.open_connection()
             self._streams[stream] = purpose
 
     def leave(self, stream: Stream) -> None:
         """Remove a connection; its thread touches no slot any more."""
         with self._changed:
-            self._streams.pop(stream, None)
+            if self._streams.pop(stream, None) is not None:
+                self.meter.close_connection()
             self._changed.notify_all()
+
+    def note_held(self) -> None:
+        """Tell the meter what the group's book holds now."""
+        self.meter.hold(id(self.book), *self.book.held())
 
     def take_line(self, stream: Stream | None, expires: float = 0.0) -> None:
         """Set the life line, None for a broken one; an earlier one is ended."""
@@ -196,11 +210,13 @@ class Sessions:
 
     Args:
         url: the daemon.
+        meters: of the identities.
         speaks: see ``hello_for``.
     """
 
-    def __init__(self, url: DaemonUrl, *, speaks: bool) -> None:
+    def __init__(self, url: DaemonUrl, meters: Meters, *, speaks: bool) -> None:
         self.url = url
+        self._meters = meters
         self._speaks = speaks
         self._lock = threading.Lock()
         self._by_token: dict[bytes, RemoteSession] = {}
@@ -215,6 +231,19 @@ class Sessions:
         for each in self.all():
             if _precedes(each, identity, hello):
                 self.end(each, "followed")
+        meter = self._meters.of(identity)
+        meter.open_session()
+        try:
+            opened = self._attach(identity, meter, hello)
+        except BaseException:
+            meter.close_session()
+            raise
+        with self._lock:
+            opened.book = self._books.setdefault(opened.group, opened.book)
+            self._by_token[_digest(opened.token)] = opened
+        return opened
+
+    def _attach(self, identity: Identity, meter: Meter, hello: Hello) -> RemoteSession:
         session = attach(self.url, hello_for(identity, hello, speaks=self._speaks))
         with contextlib.ExitStack() as undo:
             undo.callback(session.goodbye)
@@ -227,11 +256,8 @@ class Sessions:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            opened = RemoteSession(identity, hello, session, mapping)
+            opened = RemoteSession(identity, meter, hello, session, mapping)
             undo.pop_all()
-        with self._lock:
-            opened.book = self._books.setdefault(opened.group, opened.book)
-            self._by_token[_digest(opened.token)] = opened
         return opened
 
     def find(self, token: str) -> RemoteSession:
@@ -264,6 +290,8 @@ class Sessions:
         if over:
             # The scheduler's end is the group's: its other ranks must not write any more.
             settled = session.book.close(time.monotonic() + END_S) and settled
+            session.note_held()
+        session.meter.close_session()
         if session.mapping is not None:
             session.mapping.close()
         if settled:
