@@ -342,13 +342,14 @@ class Daemon:
 
     # -- the kernel's figures ----------------------------------------------------------------------
 
-    def descriptor_count(self, *, segments: bool = True) -> int:
+    def descriptor_count(self, pid: int = 0, *, segments: bool = True) -> int:
         """Return the number of open descriptors.
 
         Args:
+            pid: of a process that it started; 0 for its own.
             segments: count those of segment files, too, which it keeps for good.
         """
-        paths = list(Path(f"/proc/{self.pid}/fd").iterdir())
+        paths = list(Path(f"/proc/{pid or self.pid}/fd").iterdir())
         if segments:
             return len(paths)
         count = 0
@@ -364,9 +365,11 @@ class Daemon:
             return [int(word) for word in text.split()]
         return []
 
-    def private_bytes(self) -> int:
-        """Return the resident memory of the process without the shared arena."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
+    def private_bytes(self, pid: int = 0) -> int:
+        """Return the resident memory of the process, or one that it started, without the shared
+        arena.
+        """
+        status = Path(f"/proc/{pid or self.pid}/status").read_text()
         found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         return sum(int(found[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024
 
