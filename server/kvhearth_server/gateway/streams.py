@@ -131,8 +131,9 @@ def _advance(parts: list[memoryview], count: int) -> None:
 
 
 def prepare(connection: socket.socket, keepalive_s: float) -> None:
-    """Set a TCP connection's options: no delay, large buffers, and a look whether the peer lives
-    after ``keepalive_s`` of silence or of bytes that it does not acknowledge.
+    """Set a TCP connection's options: no delay, and a look whether the peer lives after
+    ``keepalive_s`` of silence or of bytes that it does not acknowledge. The kernel chooses the
+    buffers: a size of ours would end its tuning, below what it may reach by itself.
     """
     idle_s = max(1, int(keepalive_s))
     for level, name, value in (
