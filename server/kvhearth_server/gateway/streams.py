@@ -13,6 +13,8 @@ from collections.abc import Sequence
 _TICK_S = 1
 """Longest wait of one system call; a deadline is noticed this much later at most."""
 _TICK = struct.pack("@ll", _TICK_S, 0)
+_LINGER_S = 1.0
+_WASTE_BYTES = 64 << 10
 _PARTS_MAX = 512
 """Most buffers of one system call; the kernel's bound is 1024."""
 
@@ -107,6 +109,18 @@ class Stream:
             if count < sum(map(len, left[:_PARTS_MAX])) and time.monotonic() > end:
                 raise TimeoutError
             _advance(left, count)
+
+    def refuse(self, data: bytes) -> None:
+        """Send a last frame, and drop what the peer still sends, so that it can read the frame: the
+        kernel would reset a connection that is closed with unread bytes. Takes a second or two.
+        """
+        with contextlib.suppress(OSError):
+            end = time.monotonic() + _LINGER_S
+            self.send([data], end)
+            socket.socket.shutdown(self.socket, socket.SHUT_WR)
+            waste = [memoryview(bytearray(_WASTE_BYTES))]
+            while time.monotonic() < end:
+                self._receive(waste)
 
     def end(self) -> None:
         """Make the thread that waits on the connection return, with an ``OSError``."""
