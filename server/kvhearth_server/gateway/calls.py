@@ -79,7 +79,8 @@ class Upstream:
         self._reply_bytes_max = reply_bytes_max
         self._buffer = bytearray(_REPLY_READ_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._socket.close)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
             self._socket.connect(path)
@@ -88,9 +89,7 @@ class Upstream:
             )
             if kind == frames.REFUSED:
                 raise frames.decode_status(bytes(reply[frames.HEADER.size :]))
-        except BaseException:
-            self._socket.close()
-            raise
+            undo.pop_all()
 
     def exchange(self, frame: bytes | bytearray) -> tuple[int, memoryview]:
         """Send a frame; return the kind of its answer and the answer with its header, valid until

@@ -233,11 +233,10 @@ class Sessions:
                 self.end(each, "followed")
         meter = self._meters.of(identity)
         meter.open_session()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(meter.close_session)
             opened = self._attach(identity, meter, hello)
-        except BaseException:
-            meter.close_session()
-            raise
+            undo.pop_all()
         with self._lock:
             opened.book = self._books.setdefault(opened.group, opened.book)
             opened.book.ranks.add(hello.rank)
