@@ -280,7 +280,7 @@ class Gateway:
         """Return the session of a new life line; None if it belongs to another process."""
         if asked.resume:
             session = self.sessions.find(asked.resume)
-            if session.identity != identity:
+            if not session.belongs_to(identity):
                 raise KVHearthError(Reason.UNKNOWN_TOKEN, "no session has this token; attach again")
             session.take_line(stream)
             stream.send([encode_frame({"kind": "resumed"})], end)

@@ -135,6 +135,10 @@ class RemoteSession:
         self._changed = threading.Condition()
         self._streams: dict[Stream, Purpose] = {}
 
+    def belongs_to(self, identity: Identity) -> bool:
+        """Return whether the session is an identity's, whatever its bounds and role are by now."""
+        return (identity.name, identity.tenant) == (self.identity.name, self.identity.tenant)
+
     @property
     def welcome(self) -> Welcome:
         """The daemon's welcome."""
@@ -336,7 +340,7 @@ def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
 
 def _precedes(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
     return (
-        session.identity == identity
+        session.belongs_to(identity)
         and session.hello.engine_id == hello.engine_id
         and (session.welcome.boot_id, session.welcome.session)
         == (hello.previous_boot, hello.previous_session)
