@@ -31,6 +31,9 @@ _PUTS_KEPT_MAX = 512
 
 _ASKED_MAX = 4 * REQUEST_RECORDS_MAX
 
+_POPULATED_PAGES_MAX = 1 << 18
+"""Pages beyond which page tables are not filled ahead: each session has its own, 8 bytes a page."""
+
 GroupKey = tuple[str, str, int]
 """Tenant, engine id and incarnation."""
 
@@ -255,7 +258,14 @@ class Sessions:
             descriptors = session.take_descriptors()
             try:
                 if hello.map_arena:
-                    mapping = ArenaMapping(session.welcome, descriptors, session.alive)
+                    infos = session.welcome.segments
+                    pages = sum(info.bytes // info.page_bytes for info in infos)
+                    mapping = ArenaMapping(
+                        session.welcome,
+                        descriptors,
+                        session.alive,
+                        populate=pages <= _POPULATED_PAGES_MAX,
+                    )
                     undo.callback(mapping.close)
             finally:
                 for descriptor in descriptors:
