@@ -97,7 +97,10 @@ def build(
         for each in directories:
             each.close()
         raise
-    executor = IoExecutor(queue, sum_threads=settings.sum_threads, clock=clock)
+    bounce_bytes = settings.bounce_bytes if settings.keyring is not None else 0
+    executor = IoExecutor(
+        queue, sum_threads=settings.sum_threads, clock=clock, bounce_bytes=bounce_bytes
+    )
     log_dirs = [
         LogDirectory(
             each,
@@ -120,7 +123,14 @@ def build(
         segment.number = log.new_number()
     event_fd = executor.event_fd
     restorer = Restorer(
-        segments, index, log, counts, files=files, event_fd=event_fd, on_progress=on_progress
+        segments,
+        index,
+        log,
+        counts,
+        files=files,
+        event_fd=event_fd,
+        on_progress=on_progress,
+        keyring=settings.keyring,
     )
     return TierComponents(
         settings,
