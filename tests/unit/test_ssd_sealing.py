@@ -32,7 +32,8 @@ from kvhearth_server.tiers.ssd.format import (
     record_pages,
     seal,
 )
-from kvhearth_server.tiers.ssd.sealing import Keyring, key_id
+from kvhearth_server.tiers.ssd.keys import key_id
+from kvhearth_server.tiers.ssd.sealing import Keyring
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
 SHAPES = [family(), family(length=3 * PAGE), family(length=700), family(shards=3, length=PAGE)]

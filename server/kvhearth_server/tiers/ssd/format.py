@@ -340,7 +340,7 @@ def _none_doubted(rows: Records, head: SegmentHead, end_bytes: int) -> bool:
     key_bytes = kind >> 56
     position, length = place & 0xFFFF_FFFF, place >> 32
     ends = position + 1 + (length + (PAGE_BYTES - 1)) // PAGE_BYTES
-    kind &= 0xFFFF_FFFF_FFFF
+    kind = kind & 0xFFFF_FFFF_FFFF
     good = (kind == RECORD_MAGIC | VERSION << 32) | (kind == RECORD_MAGIC | SEALED_VERSION << 32)
     good &= (key_bytes > 0) & (key_bytes <= 64) & (position > 0) & (length > 0)
     good &= (log_id == head.log_id) & (sequence == head.sequence)

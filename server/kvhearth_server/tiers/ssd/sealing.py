@@ -6,7 +6,6 @@ the payloads, one that masks the checksums in the headers.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import threading
@@ -38,10 +37,9 @@ from kvhearth_server.tiers.ssd.format import (
     record_pages,
     seal,
 )
+from kvhearth_server.tiers.ssd.keys import key_id
 
-KEY_BYTES = 32
 _LIVES_KEPT = 4096
-_KEY_ID = b"kvhearth ssd key id"
 _PAYLOAD = b"kvhearth ssd payload"
 _CHECKSUM = b"kvhearth ssd checksum"
 
@@ -68,19 +66,21 @@ class Life:
         return np.frombuffer(masked, np.uint8).reshape(-1, 16)
 
 
-def key_id(key: bytes) -> int:
-    """Return the number by which records name a key; it does not tell the key."""
-    return int.from_bytes(hashlib.sha256(_KEY_ID + key).digest()[:8], "little")
-
-
 class Keyring:
     """Keys by tenant: the first of each writes, all of them read. Thread-safe.
+
+    Args:
+        keys: at least one of 32 bytes for each tenant.
+        random: makes nonces; golden tests pass another source.
 
     Attributes:
         owner_of: names the tenant of a namespace and weights epoch; "" for none.
     """
 
-    def __init__(self, keys: Mapping[str, Sequence[bytes]]) -> None:
+    def __init__(
+        self, keys: Mapping[str, Sequence[bytes]], random: Callable[[int], bytes] = os.urandom
+    ) -> None:
+        self._random = random
         self._writers = {tenant: each[0] for tenant, each in keys.items()}
         self._keys = {key_id(key): key for each in keys.values() for key in each}
         self._lives: OrderedDict[tuple[int, int, int], Life] = OrderedDict()
@@ -128,7 +128,7 @@ class Keyring:
         """Turn headers of one life into those of encrypted records, with nonces and CRC set."""
         life = self.life(number, head.log_id, head.sequence)
         assert life is not None, "a writer's key is here"
-        nonces = np.frombuffer(os.urandom(NONCE_BYTES * len(records)), np.uint8)
+        nonces = np.frombuffer(self._random(NONCE_BYTES * len(records)), np.uint8)
         nonces = nonces.reshape(-1, NONCE_BYTES)
         records["version"], records["key_id"] = SEALED_VERSION, number
         records["nonce"] = np.ascontiguousarray(nonces).view(f"V{NONCE_BYTES}").reshape(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections import deque
@@ -42,7 +43,10 @@ class Image:
     """One buffer."""
 
     def __init__(self, size: int) -> None:
-        self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = np.frombuffer(memory, np.uint8)
 
     @property
     def address(self) -> int:
