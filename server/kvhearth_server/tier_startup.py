@@ -20,6 +20,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
 from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
+from kvhearth_server.keys_file import Key, read_keys, shown_id
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign
@@ -38,7 +39,6 @@ from kvhearth_server.tiers.ssd.format import (
     parse_directory_page,
     parse_footer,
 )
-from kvhearth_server.tiers.ssd.keys import Key, read_keys, shown_id
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, other_version
 from kvhearth_server.tiers.ssd.tier import SsdTier

@@ -20,11 +20,11 @@ from kvhearth_server.tiers.ssd.format import (
     SegmentHead,
     directory_page,
     footer_pages,
+    key_id,
     seal,
     segment_page,
     write_footer,
 )
-from kvhearth_server.tiers.ssd.keys import key_id
 from kvhearth_server.tiers.ssd.sealing import Keyring
 
 FOLDER = Path(__file__).parent

@@ -9,9 +9,9 @@ import pytest
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
+from kvhearth_server.keys_file import read_keys
 from kvhearth_server.preflight import problems
 from kvhearth_server.tier_startup import keyring
-from kvhearth_server.tiers.ssd.keys import read_keys
 
 ONE, TWO = (base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2))
 

@@ -29,10 +29,10 @@ from kvhearth_server.tiers.ssd.format import (
     SEALED_VERSION,
     VERSION,
     crc_good,
+    key_id,
     record_pages,
     seal,
 )
-from kvhearth_server.tiers.ssd.keys import key_id
 from kvhearth_server.tiers.ssd.sealing import Keyring
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32

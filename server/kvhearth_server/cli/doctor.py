@@ -27,12 +27,12 @@ from kvhearth_server.cli.serve import given, with_flags_of
 from kvhearth_server.config.load import Settings, SsdDir, load_settings
 from kvhearth_server.config.rlimit import needed, ssd_files
 from kvhearth_server.config.value_types import format_size
+from kvhearth_server.keys_file import shown_id
 from kvhearth_server.memory.mapping import MIB, THP_FIX, Filesystem, FilesystemKind, filesystem_kind
 from kvhearth_server.memory.plan import room_of
 from kvhearth_server.preflight import arena_plan, problems
 from kvhearth_server.tier_startup import missing_keys, ssd_keys, unusable_ssd_dir
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
-from kvhearth_server.tiers.ssd.keys import shown_id
 from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
 
 

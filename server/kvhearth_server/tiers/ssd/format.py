@@ -8,6 +8,7 @@ header names the place it belongs to, so that a misplaced page can be recognized
 from __future__ import annotations
 
 import enum
+import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -157,6 +158,11 @@ class DirectoryHead:
 
     log_id: int
     segment_bytes: int
+
+
+def key_id(secret: bytes) -> int:
+    """Return the number by which headers name a key; it does not tell the key."""
+    return int.from_bytes(hashlib.sha256(b"kvhearth ssd key id" + secret).digest()[:8], "little")
 
 
 def pages_of(length: int) -> int:

@@ -32,12 +32,12 @@ from kvhearth_server.tiers.ssd.format import (
     Doubt,
     SegmentHead,
     crc_good,
+    key_id,
     pages_of,
     parse_seal,
     record_pages,
     seal,
 )
-from kvhearth_server.tiers.ssd.keys import key_id
 
 _LIVES_KEPT = 4096
 _PAYLOAD = b"kvhearth ssd payload"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,11 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import YAML_BYTES_MAX, one_line, parse_yaml
 from kvhearth_server.config.value_types import check_tenant_name
 from kvhearth_server.ownership import read_secret
+from kvhearth_server.tiers.ssd.format import key_id
 
 KEY_BYTES = 32
 _ID_CHARS_MAX = 64
 _DIGITS = 16
-_KEY_ID = b"kvhearth ssd key id"
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,6 @@ class Key:
     def number(self) -> int:
         """The number by which records name it, which does not tell the key."""
         return key_id(self.secret)
-
-
-def key_id(secret: bytes) -> int:
-    """Return the number of a key in records' headers."""
-    return int.from_bytes(hashlib.sha256(_KEY_ID + secret).digest()[:8], "little")
 
 
 def shown_id(number: int) -> str:
