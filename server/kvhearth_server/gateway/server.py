@@ -266,8 +266,7 @@ class Gateway:
             self._opened(guest)
             over = self._hold(session, stream)
         except KVHearthError as error:
-            with contextlib.suppress(OSError):
-                stream.send([encode_frame(refused(error))], time.monotonic() + 1)
+            stream.refuse(encode_frame(refused(error)))
             raise
         finally:
             if meter is not None:
@@ -281,7 +280,7 @@ class Gateway:
         """Return the session of a new life line; None if it belongs to another process."""
         if asked.resume:
             session = self.sessions.find(asked.resume)
-            if session.identity != identity:
+            if not session.belongs_to(identity):
                 raise KVHearthError(Reason.UNKNOWN_TOKEN, "no session has this token; attach again")
             session.take_line(stream)
             stream.send([encode_frame({"kind": "resumed"})], end)
@@ -293,14 +292,13 @@ class Gateway:
             stream.send([encode_frame(terms.to_message())], end)
             return None
         session = self.sessions.open(identity, hello)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.sessions.end, session, "no welcome")
             session.take_line(stream)
             answer = encode_frame(terms.to_message())
             answer += encode_frame(session.remote_welcome.to_message())
             stream.send([answer], time.monotonic() + self._limits.handshake_s)
-        except BaseException:
-            self.sessions.end(session, "no welcome")
-            raise
+            undo.pop_all()
         _log.info(
             "gateway.attached",
             engine_id=hello.engine_id,
@@ -384,11 +382,7 @@ class Gateway:
             served.serve()
         except KVHearthError as error:
             status = frames.encode_status(error)
-            with contextlib.suppress(OSError):
-                stream.send(
-                    [frames.HEADER.pack(len(status), frames.REFUSED, 0) + status],
-                    time.monotonic() + 1,
-                )
+            stream.refuse(frames.HEADER.pack(len(status), frames.REFUSED, 0) + status)
             raise
         finally:
             if served is not None:
@@ -415,8 +409,7 @@ class Gateway:
         except KVHearthError as error:
             status = frames.encode_status(error)
             header = DataFrame(DataKind.REFUSED, 0, 0, len(status)).pack()
-            with contextlib.suppress(OSError):
-                stream.send([header + status], time.monotonic() + 1)
+            stream.refuse(header + status)
             raise
         finally:
             if session is not None:

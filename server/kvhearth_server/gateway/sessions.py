@@ -31,6 +31,9 @@ _PUTS_KEPT_MAX = 512
 
 _ASKED_MAX = 4 * REQUEST_RECORDS_MAX
 
+_POPULATED_PAGES_MAX = 1 << 18
+"""Pages beyond which page tables are not filled ahead: each session has its own, 8 bytes a page."""
+
 GroupKey = tuple[str, str, int]
 """Tenant, engine id and incarnation."""
 
@@ -135,6 +138,10 @@ class RemoteSession:
         self._changed = threading.Condition()
         self._streams: dict[Stream, Purpose] = {}
 
+    def belongs_to(self, identity: Identity) -> bool:
+        """Return whether the session is an identity's, whatever its bounds and role are by now."""
+        return (identity.name, identity.tenant) == (self.identity.name, self.identity.tenant)
+
     @property
     def welcome(self) -> Welcome:
         """The daemon's welcome."""
@@ -233,13 +240,13 @@ class Sessions:
                 self.end(each, "followed")
         meter = self._meters.of(identity)
         meter.open_session()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(meter.close_session)
             opened = self._attach(identity, meter, hello)
-        except BaseException:
-            meter.close_session()
-            raise
+            undo.pop_all()
         with self._lock:
             opened.book = self._books.setdefault(opened.group, opened.book)
+            opened.book.ranks.add(hello.rank)
             self._by_token[_digest(opened.token)] = opened
         return opened
 
@@ -251,7 +258,14 @@ class Sessions:
             descriptors = session.take_descriptors()
             try:
                 if hello.map_arena:
-                    mapping = ArenaMapping(session.welcome, descriptors, session.alive)
+                    infos = session.welcome.segments
+                    pages = sum(info.bytes // info.page_bytes for info in infos)
+                    mapping = ArenaMapping(
+                        session.welcome,
+                        descriptors,
+                        session.alive,
+                        populate=pages <= _POPULATED_PAGES_MAX,
+                    )
                     undo.callback(mapping.close)
             finally:
                 for descriptor in descriptors:
@@ -278,17 +292,19 @@ class Sessions:
             return list(self._by_token.values())
 
     def end(self, session: RemoteSession, why: str) -> None:
-        """End a session after its transfers, and tell the daemon. Idempotent."""
+        """End a session after its transfers, and tell the daemon; the scheduler's end is that of
+        its ranks' sessions, too. Idempotent.
+        """
         with self._lock:
             if self._by_token.pop(_digest(session.token), None) is None:
                 return
-            alone = not any(each.group == session.group for each in self._by_token.values())
-            over = alone or session.hello.scheduler
+            session.book.ranks.discard(session.hello.rank)
+            others = [each for each in self._by_token.values() if each.group == session.group]
+            over = not others or session.hello.scheduler
             if over and self._books.get(session.group) is session.book:
                 del self._books[session.group]
         settled = session.shut()
         if over:
-            # The scheduler's end is the group's: its other ranks must not write any more.
             settled = session.book.close(time.monotonic() + END_S) and settled
             session.note_held()
         session.meter.close_session()
@@ -307,6 +323,9 @@ class Sessions:
             identity=session.identity.name,
             settled=settled,
         )
+        if over:
+            for each in others:
+                self.end(each, "scheduler left")
 
 
 def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
@@ -331,7 +350,7 @@ def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
 
 def _precedes(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
     return (
-        session.identity == identity
+        session.belongs_to(identity)
         and session.hello.engine_id == hello.engine_id
         and (session.welcome.boot_id, session.welcome.session)
         == (hello.previous_boot, hello.previous_session)
