@@ -139,7 +139,7 @@ $(SUPPLY)/.ready: deploy/supply.txt
 	touch $@
 
 lock: $(SUPPLY)/.ready ## write the image's locks: the newest versions that pyproject.toml allows, with hashes
-	$(COMPILE) --universal --generate-hashes --upgrade --extra server pyproject.toml -o deploy/docker/requirements.lock
+	$(COMPILE) --universal --generate-hashes --upgrade --extra server --extra encryption pyproject.toml -o deploy/docker/requirements.lock
 	echo 'hatchling>=1.27' | $(COMPILE) --universal --generate-hashes --upgrade - -o deploy/docker/build.lock
 
 FLOORS := $(VENV)-floors
@@ -147,7 +147,7 @@ FLOORS := $(VENV)-floors
 $(FLOORS)/.ready: pyproject.toml $(SUPPLY)/.ready
 	rm -rf $(FLOORS)
 	$(SUPPLY)/bin/uv venv -q --python $(PYTHON) $(FLOORS)
-	$(COMPILE) --resolution lowest-direct --extra server pyproject.toml -o $(FLOORS)/floors.txt
+	$(COMPILE) --resolution lowest-direct --extra server --extra encryption pyproject.toml -o $(FLOORS)/floors.txt
 	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python -r $(FLOORS)/floors.txt hypothesis psutil pytest pytest-timeout pytest-xdist
 	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python --no-deps -e . -e ./lab
 	touch $@
