@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import secrets
 import signal
 import time
@@ -172,7 +172,21 @@ def test_bytes_that_the_network_garbles_are_never_served(
     until(lambda: engine.load(keys).usable_blocks == 16, "loads again")
 
 
-def test_a_killed_gateway_is_a_miss_until_the_next_one(
+def test_a_killed_gateway_is_replaced(served: tuple[Daemon, GatewayProcess]) -> None:
+    daemon, process = served
+    keys = keys_of(16)
+    with cached_engine(url_of(process.port)) as engine:
+        assert engine.store(keys).stored == 16
+        session = engine.client.session_id
+        os.kill(process.child, signal.SIGKILL)
+        until(lambda: engine.client.session_id not in ("", session), "attached again")
+        assert engine.client.wait_ready(DONE_S)
+        assert engine.load(keys).usable_blocks == 16
+        assert engine.store(keys_of(4)).stored == 4
+    daemon.wait_quiet()
+
+
+def test_without_a_gateway_all_is_a_miss_until_the_next_one(
     served: tuple[Daemon, GatewayProcess],
 ) -> None:
     daemon, process = served
@@ -180,6 +194,7 @@ def test_a_killed_gateway_is_a_miss_until_the_next_one(
     with cached_engine(url_of(process.port)) as engine:
         assert engine.store(keys).stored == 16
         process.end(signal.SIGKILL)
+        until(lambda: not engine.client.session_id, "its end is noticed")
         began = time.monotonic()
         for _ in range(3):
             assert engine.load(keys).usable_blocks == 0
@@ -216,7 +231,7 @@ def test_kills_while_bytes_move_serve_no_wrong_byte(
 ) -> None:
     daemon, process = served
     keys = keys_of(64)
-    with contextlib.ExitStack() as later, cached_engine(url_of(process.port)) as engine:
+    with cached_engine(url_of(process.port)) as engine:
         assert engine.store(keys).stored == 64
         for turn in range(4):
             begun = [engine.begin_load(keys) for _ in range(2)]
@@ -224,10 +239,7 @@ def test_kills_while_bytes_move_serve_no_wrong_byte(
             if turn % 2:
                 daemon.restart()
             else:
-                process.end(signal.SIGKILL)
-                process = later.enter_context(
-                    gateway(daemon.socket_dir, "--listen", f"127.0.0.1:{process.port}")
-                )
+                os.kill(process.child, signal.SIGKILL)
             assert all(each.result(DONE_S) is not None for each in begun)
             begun_store.result(DONE_S)
             until(lambda: engine.client.wait_ready(1.0), "attached again")
