@@ -24,13 +24,19 @@ from engines.kit import (
     wait_stored,
     whole_blocks,
 )
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, free_port, running_daemon, until
 
 ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "4"))
 REQUESTS = 30
 """Requests of one round; 34 rounds make the thousand of the requirement."""
 LOADED = "vllm:kvhearth_load_bytes"
 SEED = int(os.environ.get("KVHEARTH_STORM_SEED", "5"))
+
+
+@pytest.fixture(scope="module", params=["unix", "remote"])
+def reach(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The daemon's settings for engines on this host, and for those of another one."""
+    return {"listen": f"127.0.0.1:{free_port()}"} if request.param == "remote" else {}
 
 
 @pytest.fixture(scope="module")
