@@ -77,6 +77,11 @@ def served(engine: Engine, daemon: Daemon) -> Iterator[Engine]:
     engine.reset()
 
 
+def another(reach: dict[str, object]) -> dict[str, object]:
+    """The settings of a further daemon that is reached in the same way."""
+    return {name: f"127.0.0.1:{free_port()}" for name in reach}
+
+
 @contextlib.contextmanager
 def stopped(daemon: Daemon) -> Iterator[None]:
     """Sends SIGSTOP, and SIGCONT at the end."""
@@ -226,7 +231,7 @@ def test_wrong_bytes_are_caught(
     """Uses a poisoned cache, once with the engine that stored it and once with a fresh one."""
     texts = [prompt(f"poisoned {number}") for number in range(4)]
     expected = reference.answers(texts)
-    with running_daemon(memory="64MiB", **reach) as daemon:
+    with running_daemon(memory="64MiB", **another(reach)) as daemon:
         options = arguments(kv_transfer_config=connector(daemon))
         with running_engine(logs, **options) as engine:
             wait_attached(daemon)
@@ -255,7 +260,7 @@ def test_full(reference: Reference, logs: Path, reach: dict[str, object]) -> Non
     """A daemon with room for 24 blocks and an engine that makes 50."""
     texts = [prompt(f"full {number}", 700) for number in range(10)]
     expected = reference.answers(texts)
-    with running_daemon(memory="12MiB", **reach) as daemon:
+    with running_daemon(memory="12MiB", **another(reach)) as daemon:
         options = arguments(kv_transfer_config=connector(daemon))
         with running_engine(logs, **options) as engine:
             wait_attached(daemon)

@@ -106,9 +106,10 @@ def test_abort_storm(engine: Engine, daemon: Daemon, reference: Reference) -> No
 
 
 @pytest.fixture
-def own_daemon() -> Iterator[Daemon]:
+def own_daemon(reach: dict[str, object]) -> Iterator[Daemon]:
     """A daemon without any other engine."""
-    with running_daemon(memory="256MiB") as found:
+    own = {name: f"127.0.0.1:{free_port()}" for name in reach}
+    with running_daemon(memory="256MiB", **own) as found:
         yield found
 
 

@@ -18,10 +18,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from logging import WARNING
 from typing import Any, Protocol
 
-from kvhearth.counters import log_event
+from kvhearth.counters import Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.transports.tcp import Dialer
 from kvhearth.wire.frames import decode_status
@@ -116,6 +115,7 @@ class DataLines:
         self.alive = alive
         self.stall_s = stall_s
         self.numbers = itertools.count(1)
+        self.warnings = Warnings()
         self.closed = False
         self.changed = threading.Condition()
         self._gets: deque[Request] = deque()
@@ -379,8 +379,8 @@ class _Line:
     def _broken(self, error: Exception) -> None:
         """Hang up; keep the requests that may be tried again, and end the others."""
         if self._lines.alive() and not self._lines.closed:
-            log_event(
-                WARNING, "data.broken", "a connection for bytes broke, opening another", error=error
+            self._lines.warnings.warn(
+                "data.broken", "a connection for bytes broke, opening another", error=error
             )
         self._hang_up()
         begun = [*self._unanswered, *self._again]
