@@ -233,6 +233,11 @@ def test_malformed_data_frames_end_the_connection(far: RawSession, data: bytes) 
     assert ended(far.data)
 
 
+def test_a_refusal_is_read_even_by_a_peer_that_goes_on_sending(far: RawSession) -> None:
+    far.data.sendall(DataFrame(DataKind.PUT, 1, 1, 1 << 40).pack() + bytes(8 << 20))
+    assert refusal_of(far.answer) == "bad_message"
+
+
 @pytest.mark.parametrize(
     "data",
     [
