@@ -7,6 +7,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from support.cached import (
     computed,
     wrong_bytes,
 )
-from support.daemon import Daemon, running_daemon, until
+from support.certificates import Authority
+from support.daemon import Daemon, free_port, running_daemon, until
 from support.relay import Relay, relay
 from support.remote_raw import GatewayProcess, gateway
 
@@ -33,6 +35,8 @@ from kvhearth.session.remote_arena import RemoteArena
 from kvhearth.transfer.copier_pool import default_copier
 from kvhearth.wire.remote import Purpose
 from kvhearth_lab.harness.engine import contract_of
+from kvhearth_server.gateway.identity import Identity
+from kvhearth_server.gateway.roster import add_token
 
 OPTIONS = "call_ms=10000&lookup_ms=10000&heartbeat_ms=100&attach_ms=2000"
 
@@ -277,3 +281,31 @@ def test_two_ranks_store_and_load_their_shards(served: tuple[Daemon, GatewayProc
     finally:
         assert [client.close() for client in clients] == [True, True]
     daemon.wait_quiet()
+
+
+@pytest.mark.parametrize("own_certificate", [False, True], ids=["token", "certificate"])
+def test_an_identity_over_tls(tmp_path: Path, own_certificate: bool) -> None:
+    """Only the URL differs: its scheme, and files that prove who calls."""
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("gateway")
+    (secret := tmp_path / "token").write_text("kvh_far_" + "x" * 40)
+    add_token(tmp_path / "tokens.yaml", Identity("far", "default"), secret.read_text())
+    settings: dict[str, object] = {"tls_cert": cert, "tls_key": key}
+    if own_certificate:
+        own, own_key = authority.issue("far", uri="kvhearth:tenant=default")
+        settings["client_ca"] = authority.path
+        proof = f"&cert={own}&key={own_key}"
+    else:
+        settings["tokens_file"] = tmp_path / "tokens.yaml"
+        proof = f"&token_file={secret}"
+    settings["listen"] = f"127.0.0.1:{free_port()}"
+    with running_daemon(memory="32MiB", **settings) as daemon:
+        url = daemon.remote_url(f"{OPTIONS}&ca={authority.path}{proof}").replace("://", "s://", 1)
+        keys = keys_of(32)
+        with cached_engine(url) as engine:
+            assert engine.store(keys).stored == 32
+            assert engine.load(keys).usable_blocks == 32
+        stranger = connect(url.replace(proof, ""), CONTRACT, engine_id="stranger")
+        assert not stranger.wait_ready(DONE_S)
+        stranger.close()
+        assert "x" * 40 not in daemon.log_text()
