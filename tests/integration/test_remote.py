@@ -29,6 +29,7 @@ from kvhearth import PagedKV, connect
 from kvhearth.client import KVClient
 from kvhearth.copiers.base import CopyKind, Done
 from kvhearth.copiers.remote import RemoteCopier
+from kvhearth.errors import Reason
 from kvhearth.model import U8, Records
 from kvhearth.results import CommitGroup
 from kvhearth.session.remote_arena import RemoteArena
@@ -288,15 +289,17 @@ def test_an_identity_over_tls(tmp_path: Path, own_certificate: bool) -> None:
     """Only the URL differs: its scheme, and files that prove who calls."""
     authority = Authority(tmp_path)
     cert, key = authority.issue("gateway")
+    own, own_key = authority.issue("far")
     (secret := tmp_path / "token").write_text("kvh_far_" + "x" * 40)
-    add_token(tmp_path / "tokens.yaml", Identity("far", "default"), secret.read_text())
-    settings: dict[str, object] = {"tls_cert": cert, "tls_key": key}
+    tokens = tmp_path / "tokens.yaml"
+    settings: dict[str, object] = {"tls_cert": cert, "tls_key": key, "tokens_file": tokens}
     if own_certificate:
-        own, own_key = authority.issue("far", uri="kvhearth:tenant=default")
+        tokens.write_text("certificates:\n- {cn: far, name: far, tenant: default}\n")
+        tokens.chmod(0o600)
         settings["client_ca"] = authority.path
         proof = f"&cert={own}&key={own_key}"
     else:
-        settings["tokens_file"] = tmp_path / "tokens.yaml"
+        add_token(tokens, Identity("far", "default"), secret.read_text())
         proof = f"&token_file={secret}"
     settings["listen"] = f"127.0.0.1:{free_port()}"
     with running_daemon(memory="32MiB", **settings) as daemon:
@@ -306,6 +309,7 @@ def test_an_identity_over_tls(tmp_path: Path, own_certificate: bool) -> None:
             assert engine.store(keys).stored == 32
             assert engine.load(keys).usable_blocks == 32
         stranger = connect(url.replace(proof, ""), CONTRACT, engine_id="stranger")
-        assert not stranger.wait_ready(DONE_S)
+        refusal = until(lambda: stranger.refusal, "a stranger is refused")
+        assert refusal.reason is Reason.PEER_NOT_ALLOWED
         stranger.close()
         assert "x" * 40 not in daemon.log_text()
