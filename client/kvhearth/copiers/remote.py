@@ -121,7 +121,7 @@ class RemoteCopier:
             direct = shortest >= min(DIRECT_RUN_BYTES, kv.page_bytes)
         self._way: _Direct | _Staged
         self._inner: Copier | None = None
-        portion_bytes = PORTION_BYTES
+        portion_bytes = min(PORTION_BYTES, arena.lines.window_bytes)
         if direct and make_inner is None:
             self._way = _Direct(kv)
         else:
