@@ -57,7 +57,7 @@ more than a copy. Measured.
 _INNER_WAIT_S = 1.0
 _JOIN_S = 0.5
 _OK = int(Outcome.OK)
-_FAILURES = {
+_FAILURES: dict[int, BlockFailure] = {
     Outcome.STALE_GENERATION: BlockFailure.STALE_GENERATION,
     Outcome.CHECKSUM_MISMATCH: BlockFailure.CHECKSUM_MISMATCH,
     Outcome.FOREIGN_EXTENT: BlockFailure.BAD_EXTENT,
@@ -374,7 +374,7 @@ class _Portion(Request):
     def end(self, outcomes: bytes) -> None:
         """See ``data.Request``."""
         failures = {
-            index: _FAILURES.get(Outcome(outcome), BlockFailure.COPY_FAILED)
+            index: _FAILURES.get(outcome, BlockFailure.COPY_FAILED)
             for index, outcome in enumerate(outcomes or bytes([Outcome.UNKNOWN]) * self.count)
             if outcome != _OK
         }
