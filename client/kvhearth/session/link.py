@@ -184,6 +184,9 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def attach(url: DaemonUrl, hello: Hello) -> Session:
     """Attach to the daemon at ``url``; waits at most ``url.attach_ms``.
 
+    An older daemon refuses a hello with fields that it does not know. It gets the hello again
+    without them, on another connection.
+
     Raises:
         KVHearthError: the daemon's refusal with its details; ``daemon_away`` if no daemon listens
             or the connection ends; ``deadline``; ``socket_unusable`` if this user may not connect;
@@ -191,6 +194,17 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
             another user than the URL names.
     """
     deadline = time.monotonic() + url.attach_ms / 1000
+    *newer, oldest = hello.versions()
+    for each in newer:
+        try:
+            return _attach(url, each, deadline)
+        except KVHearthError as error:
+            if error.reason is not Reason.BAD_MESSAGE:
+                raise
+    return _attach(url, oldest, deadline)
+
+
+def _attach(url: DaemonUrl, hello: Hello, deadline: float) -> Session:
     try:
         life_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:  # no descriptor is free
