@@ -85,7 +85,7 @@ class _Pointers(ctypes.Structure):
 # Called with the interpreter's lock held: another thread would keep it for longer than these take.
 _I64, _U32, _PLACE = ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p
 _BYTES = ctypes.c_char_p
-_PUT = ctypes.PYFUNCTYPE(_I64, _PLACE, _U32, _I64, _I64, _PLACE, _BYTES, _I64, _PLACE, _PLACE)
+_PUT = ctypes.PYFUNCTYPE(_I64, _PLACE, _U32, _I64, _I64, _BYTES, _BYTES, _I64, _PLACE, _PLACE)
 _FIND = ctypes.PYFUNCTYPE(_I64, _PLACE, _U32, _I64, _I64, _BYTES, _I64, _U32, _BYTES, _BYTES)
 
 
@@ -211,7 +211,7 @@ class Table:
         """Publish blocks that may be served, at their slots' live generations.
 
         Args:
-            slots: (n, shards) numbers of this segment's slots, heads first, contiguous.
+            slots: (n, shards) numbers of this segment's slots, heads first.
             keys: n keys of ``key_bytes``, at most ``KEY_BYTES_MAX``.
             checksums, flags: addresses of the columns by slot number, 16 bytes and 1 byte each.
 
@@ -224,7 +224,7 @@ class Table:
             space,
             count,
             shards,
-            slots.ctypes.data,
+            slots.tobytes(),
             keys,
             key_bytes,
             checksums,
