@@ -21,6 +21,9 @@ from kvhearth.session.link import Link
 from kvhearth.wire.handshake import Welcome
 from kvhearth.wire.messages import Query, whole_group
 
+# Each access to an enumeration member by name costs a search.
+_FULL = GroupKind.FULL
+
 
 class _Answer(NamedTuple):
     """Hit in tokens, and the presence of all keys by group."""
@@ -78,7 +81,7 @@ def _answer(
         return None
     (first, *others) = query.blobs
     complete = welcome.memory_only and not table.unplaced_count
-    if complete and not others and contract.groups[first].kind is GroupKind.FULL:
+    if complete and not others and contract.groups[first].kind is _FULL:
         return _prefix(table, contract, query, first, space)
     seen = {}
     for group, count in query.sent.items():
