@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 
@@ -226,7 +225,7 @@ class Decisions:
         """Answer from the mapped index; the daemon hears of it later, for the lease and its use."""
         found = find_mapped(link, self._contract, query, self.epoch, lease_id)
         if found is not None:
-            request = partial(posted_lookup, query, self.epoch, found.lease)
+            request = posted_lookup(query, self.epoch, found.lease)
             kind = f"{base.LOOKUP.name}:{lease_id or self._ids.new_id()}"
             keys, parts = query.key_count, len(query.blobs)
             self._caller.post(link, base.LOOKUP, request, kind=kind, weight=keys, parts=parts)

@@ -7,6 +7,7 @@ for every load. A question that the index cannot answer goes to the daemon.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -60,12 +61,18 @@ def find_mapped(
     return LookupResult(hit, lease, groups, 0, "", "", link.boot_id, lease_id)
 
 
-def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> pb.LookupRequest:
-    """Return the lookup by which the daemon hears of a question that was answered without it."""
-    # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
-    request = pb.LookupRequest(epoch=epoch, lease_id=0 if lease is None else lease.id)
-    query.put_into(request.groups)
-    return request
+def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> Callable[[], pb.LookupRequest]:
+    """Return a function that makes the lookup by which the daemon hears of a question that was
+    answered without it; nobody who waits for the answer calls it.
+    """
+
+    def make() -> pb.LookupRequest:
+        # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
+        request = pb.LookupRequest(epoch=epoch, lease_id=0 if lease is None else lease.id)
+        query.put_into(request.groups)
+        return request
+
+    return make
 
 
 def _without_lease(found: GroupResult) -> GroupResult:
