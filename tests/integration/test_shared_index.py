@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.native import without_native
 from support.raw_door import RawSession
 from support.scripted_engine import scripted_engine
 from support.served import served
@@ -22,7 +23,7 @@ from support.ssd_kit import new_keys
 from kvhearth import native
 from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract, GroupKind, GroupSpec, namespace_digest
-from kvhearth.native.table import NAMESPACES, Shape
+from kvhearth.native.table import NAMESPACES, Shape, Table
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth.results import CommitGroup, LookupResult
 from kvhearth.url import parse_url
@@ -372,6 +373,49 @@ def test_without_the_setting_or_the_wish_there_is_no_table(hello: dict[str, bool
         assert engine.store(keys).bound == keys
         assert engine.client.lookup_mapped({0: keys}) is None
         assert engine.client.lookup({0: keys}).hit_tokens == 5 * 16
+
+
+@pytest.mark.parametrize("side", ["daemon", "client"])
+def test_without_the_native_module_on_one_side_lookups_are_calls(
+    side: str,
+) -> None:
+    with stopped_daemon(arena=False) as daemon, contextlib.ExitStack() as ends:
+        if side == "daemon":
+            daemon.environment[native.VARIABLE] = "0"
+        daemon.start()
+        if side == "client":
+            ends.enter_context(without_native())
+        engine = ends.enter_context(ready(daemon))
+        keys = new_keys(5)
+        assert engine.store(keys).bound == keys
+        assert not engine.client.index_mapped
+        assert engine.client.lookup_mapped({0: keys}) is None
+        assert right(engine, keys, engine.client.lookup({0: keys})) == 5
+        said = "turned off by KVHEARTH_NATIVE=0"
+        logged = [line for line in daemon.log_text().splitlines() if "shared_index.off" in line]
+        assert [said in line for line in logged] == ([True] if side == "daemon" else [])
+
+
+def test_an_entry_that_a_stuck_writer_left_is_asked_for_by_a_call() -> None:
+    """The daemon lives, but its writer seems to have stopped in the middle of an entry."""
+    with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
+        keys = new_keys(8)
+        assert engine.store(keys).bound == keys
+        link = engine.client._session_manager.link
+        assert link is not None
+        tables = link.tables
+        assert isinstance(tables, list)
+        (table,) = tables
+        slot = int(mapped(engine, keys).groups[0].extents["slot"][5]) - table.shape.first_slot
+        memory, generations = table._kept
+        stuck = Table(table.shape, memory.copy(), generations)
+        stuck.entries[slot, 0] |= np.uint64(1)
+        tables[0] = stuck
+        assert engine.client.lookup_mapped({0: keys}) is None
+        assert right(engine, keys, engine.client.lookup({0: keys})) == 8
+        assert mapped(engine, keys[:5]).hit_tokens == 5 * 16
+        tables[0] = table
+        assert mapped(engine, keys).hit_tokens == 8 * 16
 
 
 def test_the_index_answers_as_the_daemon_does() -> None:
