@@ -326,6 +326,9 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
     """Attach to the daemon at ``url``, on this host or by a gateway; waits at most
     ``url.attach_ms``.
 
+    An older daemon refuses a hello with fields that it does not know. It gets the hello again
+    without them, on another connection.
+
     Raises:
         KVHearthError: the daemon's refusal with its details; ``daemon_away`` if no daemon listens
             or the connection ends; ``deadline``; ``socket_unusable`` if this user may not connect;
@@ -340,6 +343,17 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
 
 def _attach_local(url: UnixUrl, hello: Hello) -> Session:
     deadline = time.monotonic() + url.attach_ms / 1000
+    *newer, oldest = hello.versions()
+    for each in newer:
+        try:
+            return _attach(url, each, deadline)
+        except KVHearthError as error:
+            if error.reason is not Reason.BAD_MESSAGE:
+                raise
+    return _attach(url, oldest, deadline)
+
+
+def _attach(url: DaemonUrl, hello: Hello, deadline: float) -> Session:
     try:
         life_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:  # no descriptor is free

@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 import grpc
 
+from kvhearth import native
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2
@@ -71,7 +72,11 @@ output to the file.
 
 def clean_environment() -> dict[str, str]:
     """Return this process's variables without the operator's settings, which must not take part."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(ENV_PREFIX) or name == native.VARIABLE
+    }
     kept.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")  # as `kvhearth` sets it for itself
     return kept
 

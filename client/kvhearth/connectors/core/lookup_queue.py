@@ -65,7 +65,7 @@ class Lookup:
         self.cancelled = False
         self.taken = False
         self._result: LookupResult | None = None
-        self._done = threading.Event()
+        self._done: threading.Event | None = None
 
     @property
     def result(self) -> LookupResult | None:
@@ -74,9 +74,14 @@ class Lookup:
 
     def wait(self, seconds: float) -> LookupResult | None:
         """Return the answer, after waiting up to ``seconds`` for the first one."""
-        if self._result is None and seconds > 0:
+        if self._result is None and seconds > 0 and self._done is not None:
             self._done.wait(seconds)
         return self._result
+
+    def asked(self) -> None:
+        """Prepare for ``wait``, before the lookup is queued."""
+        if self._done is None:
+            self._done = threading.Event()
 
     def resolve(self, result: LookupResult, session_id: str) -> None:
         """Record an answer."""
@@ -85,7 +90,8 @@ class Lookup:
         self.session_id = session_id
         self.answered_at = time.monotonic()
         self._result = result
-        self._done.set()
+        if self._done is not None:
+            self._done.set()
 
 
 class LookupQueue:
@@ -163,6 +169,7 @@ class LookupQueue:
             if len(self._queue) + len(self._promotions) >= self._queue_max:
                 self._client.count("lookup_throttled")
                 return False
+            lookup.asked()
             self._queue.append(lookup)
             self._wake.notify()
         return True
