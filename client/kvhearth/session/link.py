@@ -326,9 +326,6 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
     """Attach to the daemon at ``url``, on this host or by a gateway; waits at most
     ``url.attach_ms``.
 
-    An older daemon refuses a hello with fields that it does not know. It gets the hello again
-    without them, on another connection.
-
     Raises:
         KVHearthError: the daemon's refusal with its details; ``daemon_away`` if no daemon listens
             or the connection ends; ``deadline``; ``socket_unusable`` if this user may not connect;
@@ -342,6 +339,9 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
 
 
 def _attach_local(url: UnixUrl, hello: Hello) -> Session:
+    """Attach on this host. An older daemon refuses a hello with fields that it does not know, and
+    gets the hello again without them, on another connection.
+    """
     deadline = time.monotonic() + url.attach_ms / 1000
     *newer, oldest = hello.versions()
     for each in newer:
@@ -353,7 +353,7 @@ def _attach_local(url: UnixUrl, hello: Hello) -> Session:
     return _attach(url, oldest, deadline)
 
 
-def _attach(url: DaemonUrl, hello: Hello, deadline: float) -> Session:
+def _attach(url: UnixUrl, hello: Hello, deadline: float) -> Session:
     try:
         life_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:  # no descriptor is free
