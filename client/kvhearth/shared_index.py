@@ -7,9 +7,9 @@ for every load. A question that the index cannot answer goes to the daemon.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvhearth.model import EXTENT_DTYPE, Records, Tier
 from kvhearth.native.table import Found, Table
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import GroupResult, Lease, LookupResult, blocks_back
-from kvhearth.session.link import Link
+from kvhearth.session.link import Session
 from kvhearth.wire.handshake import Welcome
 from kvhearth.wire.messages import Query, whole_group
 
@@ -33,8 +33,20 @@ class _Answer(NamedTuple):
     groups: dict[int, GroupResult]
 
 
+class Attached(Protocol):
+    """A session, and the tables of its welcome, mapped; none if the daemon does not share them."""
+
+    @property
+    def session(self) -> Session:
+        """The session with the daemon."""
+
+    @property
+    def tables(self) -> Sequence[Table]:
+        """The tables."""
+
+
 def find_mapped(
-    link: Link, contract: Contract, query: Query, epoch: int, lease_id: int
+    link: Attached, contract: Contract, query: Query, epoch: int, lease_id: int
 ) -> LookupResult | None:
     """Return the answer to a lookup; None if the daemon must be asked.
 
@@ -48,7 +60,8 @@ def find_mapped(
     # A dead daemon's index would be served for ever.
     if not link.tables or query.cut_count or not link.session.alive():
         return None
-    answer = _answer(link.tables[0], contract, link.welcome, query, epoch)
+    welcome = link.session.welcome
+    answer = _answer(link.tables[0], contract, welcome, query, epoch)
     if answer is None:
         return None
     hit, groups = answer
@@ -57,8 +70,8 @@ def find_mapped(
         groups = {group: _without_lease(found) for group, found in groups.items()}
     elif hit:
         slots = {group: found.extents["slot"] for group, found in groups.items()}
-        lease = Lease(lease_id, link.boot_id, slots)
-    return LookupResult(hit, lease, groups, 0, "", "", link.boot_id, lease_id)
+        lease = Lease(lease_id, welcome.boot_id, slots)
+    return LookupResult(hit, lease, groups, 0, "", "", welcome.boot_id, lease_id)
 
 
 def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> Callable[[], pb.LookupRequest]:

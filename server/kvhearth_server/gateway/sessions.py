@@ -9,11 +9,15 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.session.arena import ArenaMapping
+from kvhearth.native import library
+from kvhearth.native.table import Table
+from kvhearth.session.arena import ArenaMapping, map_tables
 from kvhearth.session.link import Session, attach
 from kvhearth.url import UnixUrl
 from kvhearth.wire.handshake import Hello, Welcome
@@ -103,6 +107,13 @@ class PutLog:
             raise KVHearthError(Reason.DEADLINE, f"put {number} is still under way; ask again")
 
 
+class Index(NamedTuple):
+    """The index that a daemon shares with one session; see ``shared_index.Attached``."""
+
+    session: Session
+    tables: Sequence[Table]
+
+
 class RemoteSession:
     """One attached remote process.
 
@@ -111,6 +122,7 @@ class RemoteSession:
         token: names the session to the gateway; the daemon's own never leaves the gateway.
         book: the grants of its group.
         mapping: the arena; None for a process that did not ask for it.
+        index: the daemon's index, by which the gateway answers if it is shared.
         line: the life line; None while it is broken.
         expires: monotonic time at which a broken life line ends the session.
     """
@@ -122,6 +134,7 @@ class RemoteSession:
         hello: Hello,
         session: Session,
         mapping: ArenaMapping | None,
+        tables: Sequence[Table] = (),
     ) -> None:
         self.token = secrets.token_urlsafe(32)
         self.identity = identity
@@ -129,6 +142,7 @@ class RemoteSession:
         self.hello = hello
         self.daemon = session
         self.mapping = mapping
+        self.index = Index(session, tables)
         self.contract = Contract.from_json(hello.contract)
         self.book = Book()
         self.puts = PutLog()
@@ -257,12 +271,13 @@ class Sessions:
             mapping = None
             descriptors = session.take_descriptors()
             try:
+                tables = map_tables(session.welcome, descriptors)
                 if hello.map_arena:
                     infos = session.welcome.segments
                     pages = sum(info.bytes // info.page_bytes for info in infos)
                     mapping = ArenaMapping(
                         session.welcome,
-                        descriptors,
+                        descriptors[: len(infos) + 1],
                         session.alive,
                         populate=pages <= _POPULATED_PAGES_MAX,
                     )
@@ -270,7 +285,7 @@ class Sessions:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            opened = RemoteSession(identity, meter, hello, session, mapping)
+            opened = RemoteSession(identity, meter, hello, session, mapping, tables)
             undo.pop_all()
         return opened
 
@@ -342,7 +357,7 @@ def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
         previous_session=0,
         previous_drained=False,
         numa_node=-1,
-        shared_index=False,
+        shared_index=hello.scheduler and library() is not None,
         tenant=identity.tenant if speaks else "",
         identity=identity.name if speaks else "",
     )
