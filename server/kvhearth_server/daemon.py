@@ -30,6 +30,7 @@ from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
 from kvhearth_server.gateway.doors import Doors
+from kvhearth_server.gateway.processes import GatewayProcesses
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import logs
@@ -119,6 +120,7 @@ class Reloader:
         again: reads them again; may wait for a file.
         engine: serves under them.
         doors: identities and certificates, which are read again, too.
+        gateway: its processes read theirs again, too.
     """
 
     def __init__(
@@ -127,9 +129,10 @@ class Reloader:
         again: Callable[[], Settings],
         engine: Engine,
         doors: Doors | None = None,
+        gateway: GatewayProcesses | None = None,
     ) -> None:
         self._settings, self._again, self._engine = settings, again, engine
-        self._doors = doors
+        self._doors, self._gateway = doors, gateway
         self._busy = asyncio.Lock()
         self._hung_up = asyncio.Event()
 
@@ -170,6 +173,8 @@ class Reloader:
             raise KVHearthError(Reason.CONFIG_INVALID, message) from None
         if self._doors is not None:
             await asyncio.to_thread(self._doors.reload)  # a broken file is in the log
+        if self._gateway is not None:
+            self._gateway.hangup()
         new, changed, restart = merged_settings(self._settings, read)
         raise_limit(new)
         budget = new.ssd_bytes_per_day if "ssd_bytes_per_day" in changed else None
@@ -180,10 +185,10 @@ class Reloader:
         return Reloaded(changed, restart)
 
 
-def _open_engine(
-    settings: Settings, arena: Arena, counters: Counters, tiers: Sequence[Tier]
-) -> Engine:
+def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Engine:
+    counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
+    engine.turns.watch(asyncio.get_running_loop())
     if settings.shared_index:
         engine.share_index()
     return engine
@@ -194,13 +199,13 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     stopping = _stop_signal(loop)
-    counters = Counters(COUNTERS)
-    engine = _open_engine(settings, arena, counters, tiers)
-    engine.turns.watch(loop)
-    supervisor = Supervisor(counters)
+    engine = _open_engine(settings, arena, tiers)
+    supervisor = Supervisor(engine.counters)
     admin_token = secrets.token_hex(32)
     operators = _operators(settings, admin_token)
-    _follow_hangups(Reloader(settings, again, engine, operators.doors), engine, supervisor)
+    gateway = _open_gateway(settings, engine, supervisor)
+    reloader = Reloader(settings, again, engine, operators.doors, gateway)
+    _follow_hangups(reloader, engine, supervisor)
     background = ChecksumWorkers(
         engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
     )
@@ -246,6 +251,20 @@ async def _serve(
         path.unlink(missing_ok=True)
     _log.info("daemon.stopped", **_summary(engine))
     return 0
+
+
+def _open_gateway(
+    settings: Settings, engine: Engine, supervisor: Supervisor
+) -> GatewayProcesses | None:
+    """Listen for engines on other hosts and start the gateway, if the settings say so. Engines are
+    refused until the daemon serves.
+    """
+    if settings.listen_address is None:
+        return None
+    gateway = GatewayProcesses(settings, lambda: engine.counters.add("gateway_restarts"))
+    engine.describe_gateway = gateway.describe
+    supervisor.spawn("gateway", gateway.run)
+    return gateway
 
 
 def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:
@@ -328,8 +347,12 @@ def _spawn(
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
     if engine.durable:
         supervisor.spawn("catalogue", engine.catalogue.run)
-    supervisor.spawn("lag", partial(watch_lag, engine.timings.loop_lag))
-    supervisor.spawn("garbage", partial(collect_when_idle, lambda: engine.core.state.clock))
+
+    def calls() -> int:
+        return engine.core.state.clock
+
+    supervisor.spawn("lag", partial(watch_lag, engine.timings.loop_lag, calls))
+    supervisor.spawn("garbage", partial(collect_when_idle, calls))
     if engine.arena.keeper is not None:
         supervisor.spawn("keeper", partial(_keep, engine.arena))
     if not engine.arena.trim():

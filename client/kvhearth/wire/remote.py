@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import EXTENT_BYTES
 
 MAGIC = b"KVHG"
 VERSION = 1
@@ -74,6 +77,20 @@ class Outcome(enum.IntEnum):
     UNKNOWN = 4
 
 
+RECORD_BYTES: Mapping[DataKind, int] = MappingProxyType(
+    {
+        DataKind.OPEN: 0,
+        DataKind.PUT: EXTENT_BYTES,
+        DataKind.GET: EXTENT_BYTES,
+        DataKind.ASK: 8,
+        DataKind.STORED: 1,
+        DataKind.BYTES: 1,
+        DataKind.COPIED: 1,
+        DataKind.KNOWN: 1,
+        DataKind.REFUSED: 0,
+    }
+)
+"""Bytes of one record by the frame's kind: an extent, a number of a put, or an ``Outcome``."""
 REQUEST_RECORDS_MAX = 4096
 """Most extents or numbers of one data frame."""
 TOKEN_BYTES_MAX = 256

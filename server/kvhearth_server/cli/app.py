@@ -79,7 +79,7 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import admin, config, doctor, serve, show, stats, tokens
+    from kvhearth_server.cli import admin, config, doctor, gateway, serve, show, stats, tokens
 
     app = typer.Typer(
         name="kvhearth",
@@ -91,6 +91,7 @@ def build() -> typer.Typer:
     )
     app.callback()(show.option)
     app.command("serve", epilog=serve.EPILOG)(serve.serve)
+    app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
     settings = typer.Typer(
         help="Show, sample or check settings.", epilog=CONFIG_EPILOG, no_args_is_help=True
     )

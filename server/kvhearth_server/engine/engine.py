@@ -99,6 +99,8 @@ class Engine:
 
     shared_index: SharedIndex | None = None
     """Index that clients map; see ``share_index``."""
+    describe_gateway: Callable[[], str] | None = None
+    """Returns the state of this daemon's gateway, if it has one."""
 
     def __init__(
         self,
@@ -407,6 +409,8 @@ class Engine:
             self.shared_index.follow()
         for action in self.core.state.take_actions():
             self._do(action)
+        if self.shared_index is not None:
+            self.shared_index.publish_noted()
 
     def run_deferred(self) -> None:
         """Do the work deferred until after the answer. Idempotent."""

@@ -278,8 +278,8 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "grpc_door"),
-            *("http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
+            *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "gateway"),
+            *("grpc_door", "http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
             *("lag", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),
@@ -302,7 +302,8 @@ SERVICE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_loop_lag_seconds",
-        "How late a timer of the loop that takes all decisions fires; sampled ten times a second.",
+        "How late a timer of the loop that takes all decisions fires; sampled ten times a second, "
+        "once a second while engines are idle.",
         "Stalls: each call waits for as long. A busy processor counts, too.",
         one(lambda now: now.timings.loop_lag),
         kind="histogram",
