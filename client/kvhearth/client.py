@@ -25,12 +25,11 @@ from kvhearth.results import (
     PrefetchResult,
     Reservation,
 )
-from kvhearth.session.arena import ArenaMapping
-from kvhearth.session.link import EPOCH_UNKNOWN, Link
+from kvhearth.session.link import EPOCH_UNKNOWN, Arena, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
 from kvhearth.shared_index import find_mapped, posted_lookup
 from kvhearth.transports import base
-from kvhearth.url import DaemonUrl, parse_url
+from kvhearth.url import DaemonUrl, UnixUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import messages as codec
 from kvhearth.wire.handshake import Hello
@@ -526,7 +525,6 @@ def _nothing(_: str) -> None:
 
 
 ENGINE_ID_CHARS_MAX = 128
-_SOCKET_PATH_BYTES_MAX = 107
 
 
 def connect(
@@ -542,7 +540,8 @@ def connect(
     """Return a client that attaches in the background; the daemon may be away.
 
     Args:
-        url: ``kvhearth+unix:///run/kvhearth``, with options as in ``url.DaemonUrl``.
+        url: ``kvhearth+unix:///run/kvhearth``, or ``kvhearth://host:9461`` for a daemon on another
+            host (``kvhearths://`` with TLS); options as in ``url.UnixUrl`` and ``url.RemoteUrl``.
         contract: properties of this engine's KV bytes.
         engine_id: the engine's name, the same in its scheduler and all its ranks.
         scheduler: whether this process takes the engine's decisions.
@@ -556,8 +555,7 @@ def connect(
             right.
     """
     address = parse_url(url)
-    if len(os.fsencode(address.attach_path)) > _SOCKET_PATH_BYTES_MAX:
-        raise KVHearthError(Reason.BAD_URL, f"{address.attach_path!r} is too long for a socket")
+    local = isinstance(address, UnixUrl)
     text = contract.to_json()
     if len(text) > CONTRACT_JSON_BYTES_MAX:
         raise KVHearthError(Reason.BAD_CONTRACT, "the contract's texts are too long")
@@ -578,8 +576,8 @@ def connect(
         rank=rank,
         map_arena=map_arena,
         pid=os.getpid(),
-        numa_node=own_node() if numa_node < 0 else numa_node,
-        shared_index=scheduler and library() is not None,
+        numa_node=-1 if not local else own_node() if numa_node < 0 else numa_node,
+        shared_index=local and scheduler and library() is not None,
     )
     return KVClient(address, contract, hello)
 
@@ -598,8 +596,10 @@ class KVClient(Decisions):
         self._session_manager.start()
 
     @property
-    def arena(self) -> ArenaMapping | None:
-        """Mapped arena of the current boot; None while detached or if ``map_arena`` is off."""
+    def arena(self) -> Arena | None:
+        """Arena of the current boot, mapped or on another host; None while detached or if
+        ``map_arena`` is off.
+        """
         link = None if self._caller.closed else self._session_manager.link
         return None if link is None else link.mapping
 

@@ -295,7 +295,7 @@ class Caller:
         """Return whether the daemon has died; if so, the link is lost."""
         if link.session.alive():
             return False
-        self._session_manager.lose(link, "its attach socket closed")
+        self._session_manager.lose(link, "its life line ended")
         return True
 
     def _allowed(self, link: Link) -> bool:

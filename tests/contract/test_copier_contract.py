@@ -15,15 +15,21 @@ import pytest
 import xxhash
 from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeDevice
+from support.fake_gateway import TOKEN, FakeGateway, RealDataPort
 from support.native import without_native
 
 from kvhearth.copiers import Copier, Done, HostCopier, Ticket
 from kvhearth.copiers.cudart import Cudart
 from kvhearth.copiers.device import ArenaRegistration
 from kvhearth.copiers.methods import AUTO, CopyMethod
+from kvhearth.copiers.remote import RemoteCopier
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED, FLAG_VERIFY, Records
 from kvhearth.page_layout import PagedKV, Shape
+from kvhearth.session.remote_arena import RemoteArena
+from kvhearth.transports.data import DataLines
+from kvhearth.transports.tcp import Dialer
+from kvhearth.url import RemoteUrl
 
 PAGES = 12
 BOOT = "boot-1"
@@ -44,6 +50,11 @@ NEEDS_TORCH = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 KINDS = [
     pytest.param("host-numpy"),
     pytest.param("host-fallback"),
+    pytest.param("remote-direct"),
+    pytest.param("remote-gateway"),
+    pytest.param("remote-fallback"),
+    pytest.param("remote-staged"),
+    pytest.param("remote-scripted", marks=NEEDS_TORCH),
     pytest.param("host-torch", marks=NEEDS_TORCH),
     *(
         pytest.param(f"scripted-{method}", marks=NEEDS_TORCH)
@@ -71,6 +82,8 @@ class Rig:
         portion_bytes = 2 * self.kv.page_bytes
         self.device = FakeDevice(portion_bytes=portion_bytes, window_bytes=2 * portion_bytes)
         self.registrations: list[ArenaRegistration] = []
+        self.gateways: list[FakeGateway] = []
+        self.remote: list[RemoteArena] = []
         # The engine captures graphs all the time: no call of the copier may break a capture.
         self.device.cuda.capturing = True
         self.copier = self._copier(options)
@@ -83,6 +96,8 @@ class Rig:
             return HostCopier(self.kv, self.arena, **options)
         from kvhearth.copiers.cuda import CudaCopier
 
+        if self.kind.startswith("remote"):
+            return self._remote_copier(options)
         method = self.kind.partition("-")[2]
         if self.kind == "scripted-unregistered":
             method = AUTO
@@ -97,8 +112,40 @@ class Rig:
         device = self.device if self.kind.startswith("scripted") else None
         return CudaCopier(self.kv, self.arena, device=device, method=method, seed=7, **options)
 
+    def _remote_copier(self, options: dict[str, Any]) -> Copier:
+        """Return a copier over real connections to a gateway that serves the rig's arena."""
+        own = RealDataPort if self.kind == "remote-gateway" else FakeGateway
+        self.gateways.append(gateway := own(self.arena))
+        lines = DataLines(
+            Dialer(RemoteUrl("127.0.0.1", gateway.port)),
+            TOKEN,
+            2,
+            window_bytes=1 << 20,
+            connect_s=DEADLINE_S,
+            alive=lambda: True,
+        )
+        arena = self.arena
+        # The rig's questions are the gateway's: it looks before and after each copy.
+        remote = RemoteArena(gateway.welcome(), lines, 1 << 20, lambda: arena._alive)
+        self.remote.append(remote)
+        if self.kind == "remote-fallback":
+            with without_native():
+                return RemoteCopier(self.kv, remote, direct=True, **options)
+        if self.kind == "remote-scripted":
+            from kvhearth.copiers.cuda import CudaCopier
+
+            self.device.cuda.pin(remote.staging)
+            return RemoteCopier(
+                self.kv,
+                remote,
+                lambda staging: CudaCopier(self.kv, staging, device=self.device),
+                **options,
+            )
+        return RemoteCopier(self.kv, remote, direct=self.kind != "remote-staged", **options)
+
     def _base(self, *shape: int, dtype: str = "uint8") -> Any:
-        if self.kind in ("host-numpy", "host-fallback"):
+        remote_numpy = self.kind.startswith("remote") and self.kind != "remote-scripted"
+        if remote_numpy or self.kind in ("host-numpy", "host-fallback"):
             base: Any = np.zeros(shape, {"bfloat16": "uint16"}.get(dtype, dtype))
         else:
             import torch
@@ -180,9 +227,9 @@ class Rig:
         """Let no copy end until ``proceed``."""
         if self.kind.startswith("cuda"):
             pytest.skip("a real device cannot be held back")
-        self.device.held = True
+        self.device.held = self.kind.startswith("scripted")
         self._go.clear()
-        if self.kind.startswith("host"):
+        if self.kind.startswith(("host", "remote")):
             self.arena.on_alive = lambda question: self._go.wait(DEADLINE_S) and None
 
     def proceed(self) -> None:
@@ -192,13 +239,20 @@ class Rig:
     def close(self) -> None:
         self.proceed()
         assert self.copier.close(DEADLINE_S)
-        self.copier.check_books()  # type: ignore[attr-defined]
+        self.copier.check_books()
         self.device.check_end()
         if self.kind in [f"scripted-{method}" for method in CopyMethod]:
             methods = {method for method, _, _ in self.device.cuda.submitted}
             assert methods <= {self.kind.partition("-")[2]}
         assert all(registration.close(DEADLINE_S) for registration in self.registrations)
         self.registrations.clear()
+        for remote in self.remote:
+            remote.close()
+            remote.staging.check_books()
+        for gateway in self.gateways:
+            gateway.stop()
+        self.remote.clear()
+        self.gateways.clear()
 
 
 def _bytes_of(tensor: Any) -> bytes:
@@ -268,7 +322,7 @@ class TestCopierContract:
         rig = make_rig("stacked")
         slots = [4, 5, 9]
         done = rig.store([0, 1, 2], rig.extents(slots))
-        if rig.kind.startswith("host"):
+        if rig.kind.startswith(("host", "remote")):
             assert (done.checksums == rig.checksums(slots)).all()
         else:
             assert done.checksums is None

@@ -67,9 +67,9 @@ class CachedEngine:
     Each further transfer uses another kind of pages: an array, a list, a pool.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str, *, engine_id: str = "e", **options: Any) -> None:
         self._others = own_threads()
-        self.client = client = connect(url, CONTRACT, engine_id="e")
+        self.client = client = connect(url, CONTRACT, engine_id=engine_id)
         self.cache = Cache(
             client, **{"queue_blocks_max": 256, "batch_bytes": 16 * PAGE_BYTES, **options}
         )

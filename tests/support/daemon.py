@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +14,14 @@ from typing import IO, Any
 
 import pytest
 
+from kvhearth import native
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness import daemon as harness
 from support.nursery import Child, nursery
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 """Directory for arenas: a tmpfs, or a mounted hugetlbfs to try that."""
-SMALL = {
+SMALL: dict[str, object] = {
     "memory": "16MiB",
     "slab_bytes": "2MiB",
     "slot_bytes_min": "16KiB",
@@ -29,8 +31,11 @@ SMALL = {
     "http": "off",
     # Tests that corrupt bytes choose which check must find them.
     "scrub_rate": "0",
+    "shared_index": os.environ.get("KVHEARTH_TEST_SHARED_INDEX") != "false",
 }
 """Settings of a daemon that starts quickly on any machine."""
+_NATIVE = {name: text for name, text in os.environ.items() if name == native.VARIABLE}
+"""Turns the native module off in daemons if the run does without it."""
 
 
 def until(
@@ -45,6 +50,13 @@ def until(
         if time.monotonic() > end:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on."""
+    with socket.create_server(("", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Daemon(harness.Daemon):
@@ -78,7 +90,7 @@ class Daemon(harness.Daemon):
             "support.nursery_main:serve_daemon",
             [log.fileno()],
             arguments=flags,
-            environment=dict(environment),
+            environment={**_NATIVE, **environment},
             dram_bytes=self.dram_bytes,
         )
 

@@ -26,7 +26,7 @@ from kvhearth.proto.v1 import types_pb2
 from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import Session, attach
 from kvhearth.transports import base
-from kvhearth.transports.frames_unix import FramesUnixTransport
+from kvhearth.transports.frames import FramesTransport, over_unix
 from kvhearth.url import parse_url
 from kvhearth.wire.handshake import Hello
 
@@ -40,7 +40,7 @@ class Member:
         self._door = door
         self._session: Session | None = None
         self._arena: ArenaMapping | None = None
-        self._transport: FramesUnixTransport | None = None
+        self._transport: FramesTransport | None = None
         self._descriptors: list[int] = []
         self._scribbling = threading.Event()
         self._scribes: list[threading.Thread] = []
@@ -54,7 +54,7 @@ class Member:
         self._arena = ArenaMapping(welcome, self._descriptors, self._session.alive)
         if not keep_descriptors:
             self.close_descriptors()
-        self._transport = FramesUnixTransport(address.calls_path, welcome.token, 1 << 24)
+        self._transport = over_unix(address.calls_path, welcome.token, 1 << 24)
         return {"boot_id": welcome.boot_id, "session": welcome.session, "epoch": welcome.epoch}
 
     def close_descriptors(self) -> None:

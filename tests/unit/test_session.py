@@ -22,8 +22,8 @@ from kvhearth.proto.v1.cache_pb2 import HeartbeatRequest
 from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import Session, attach, open_link
 from kvhearth.transports.base import HEARTBEAT
-from kvhearth.transports.frames_unix import FramesUnixTransport
-from kvhearth.url import DaemonUrl, parse_url
+from kvhearth.transports.frames import over_unix
+from kvhearth.url import UnixUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
 
@@ -32,8 +32,8 @@ def hello(*, map_arena: bool = True) -> Hello:
     return Hello(PROTOCOL_VERSION, "e1", small_contract().to_json(), map_arena=map_arena, pid=1)
 
 
-def url(directory: Path, attach_ms: int = 5000) -> DaemonUrl:
-    return DaemonUrl(directory, attach_ms=attach_ms)
+def url(directory: Path, attach_ms: int = 5000) -> UnixUrl:
+    return UnixUrl(directory, attach_ms=attach_ms)
 
 
 def mapping_of(session: Session) -> ArenaMapping:
@@ -201,7 +201,7 @@ def test_another_users_socket_gets_no_token_and_no_hello(tmp_path: Path, name: s
         finally:
             os.seteuid(0)
         right = dataclasses.replace(url(tmp_path), daemon_uid=0)
-        transport = FramesUnixTransport(path, "secret", 1 << 20, right.check_daemon)
+        transport = over_unix(path, "secret", 1 << 20, right.check_daemon)
         use: Callable[[], object] = {
             "attach.sock": lambda: attach(right, hello()),
             "calls.sock": lambda: transport.call(HEARTBEAT, HeartbeatRequest(), 5.0),
@@ -223,6 +223,37 @@ def test_a_bad_user_id_in_the_url(option: str) -> None:
         parse_url(f"kvhearth+unix:///run/kvhearth?daemon_uid={option}")
     assert refusal.value.reason is Reason.BAD_URL
     assert parse_url("kvhearth+unix:///run/kvhearth?daemon_uid=10").daemon_uid == 10
+
+
+@pytest.mark.parametrize("unknown", [["shared_index"], ["numa_node", "shared_index"]])
+def test_an_older_daemon_gets_the_hello_without_what_it_refuses(
+    tmp_path: Path, unknown: list[str]
+) -> None:
+    newest = dataclasses.replace(hello(), numa_node=1, shared_index=True)
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.unknown_fields = frozenset(unknown)
+        before = open_descriptors()
+        link = open_link(url(tmp_path), newest)
+        (told,) = daemon.hellos
+        assert told == dataclasses.replace(
+            newest, shared_index=False, numa_node=-1 if "numa_node" in unknown else 1
+        )
+        assert link.mapping is not None
+        assert not link.tables
+        link.close()
+        until(lambda: open_descriptors() <= before)
+        # A client that does not know why stops at the oldest hello.
+        daemon.unknown_fields = frozenset({"protocol"})
+        with pytest.raises(KVHearthError, match="unknown field 'protocol'"):
+            attach(url(tmp_path), newest)
+
+
+def test_refusals_for_other_reasons_are_not_answered_by_an_older_hello(tmp_path: Path) -> None:
+    with running(tmp_path, small_contract()) as daemon:
+        daemon.refuse = KVHearthError(Reason.CONTRACT_MISMATCH, "other pages")
+        with pytest.raises(KVHearthError, match="other pages"):
+            attach(url(tmp_path), dataclasses.replace(hello(), shared_index=True))
+        assert len(daemon.hellos) == 1
 
 
 def test_a_silent_daemon_costs_the_deadline(tmp_path: Path) -> None:

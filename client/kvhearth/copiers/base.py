@@ -208,6 +208,9 @@ class Copier(Protocol):
             called again.
         """
 
+    def check_books(self) -> None:
+        """Raise AssertionError if a batch was lost."""
+
 
 class TicketBook:
     """Batches under way, and outcomes that were not handed out yet. Thread-safe.

@@ -184,6 +184,14 @@ class CudaCopier:
         """Queue a load; see ``base.Copier.load``."""
         return self._submit(CopyKind.LOAD, boot_id, pages, extents, wait_s, after)
 
+    def mark(self) -> object:
+        """Return a mark of the work on the calling thread's current stream, for ``after``.
+
+        Raises:
+            RuntimeError: the CUDA context is broken.
+        """
+        return self._device.mark()
+
     def poll(self) -> list[Done]:
         """Return finished batches; see ``base.Copier.poll``."""
         return [] if self._worker.foreign else self._book.claim_all()

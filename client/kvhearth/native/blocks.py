@@ -132,6 +132,13 @@ class BlockMover:
         assert digests is not None
         return digests
 
+    def sum_pages(self, pages: _I64) -> _U8:
+        """Return the checksums of pages, shape (n,): uint8 of shape (n, 16)."""
+        source = self._addresses + pages[:, None] * self._strides
+        _, digests = self._run(None, source, True, None)
+        assert digests is not None
+        return digests
+
     def _run(
         self,
         target: _I64 | None,

@@ -1,7 +1,8 @@
-"""A client's link to the daemon: attach socket, mapping and transport, opened and closed as one.
+"""A client's link to the daemon: life line, arena and transport, opened and closed as one.
 
-Attach passes identity and descriptors over a socket whose closing then ends the session. The epoch
-of the engine's weights outlives links.
+Attach passes identity and, on one host, descriptors over a socket whose closing then ends the
+session. A life line to a gateway may be resumed after a break. The epoch of the engine's weights
+outlives links.
 """
 
 from __future__ import annotations
@@ -11,23 +12,30 @@ import contextlib
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from logging import INFO
 from typing import Any
 
+from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.native.table import Table
 from kvhearth.session.arena import ArenaMapping, map_tables
+from kvhearth.session.remote_arena import RemoteArena
 from kvhearth.transports.base import CacheTransport
-from kvhearth.transports.frames_unix import FramesUnixTransport
+from kvhearth.transports.data import DataLines
+from kvhearth.transports.frames import over_unix
 from kvhearth.transports.grpc_unix import GrpcUnixTransport
-from kvhearth.url import DaemonUrl
+from kvhearth.transports.tcp import Dialer, over_tcp
+from kvhearth.url import DaemonUrl, RemoteUrl, UnixUrl
 from kvhearth.wire.frames import rebuild_error
 from kvhearth.wire.handshake import FrameDecoder, Hello, Welcome, encode_frame
+from kvhearth.wire.remote import GatewayTerms, Identify, Purpose
 
 EPOCH_UNKNOWN = -1
 
@@ -138,6 +146,9 @@ class Session:
             # stream. A read would report the same by an exception, which costs three times as much.
             return self._events is not None and not self._events.poll(0)
 
+    def mend(self) -> None:
+        """Resume a broken life line where that is possible; waits for an attach at most."""
+
     def fileno(self) -> int:
         """Return the attach socket's descriptor; it becomes readable when the session has ended."""
         return self._life_line.fileno()
@@ -185,20 +196,168 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+_REDIRECTS_MAX = 4
+_CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
+"""Words in the names of TLS's alerts about a client's certificate."""
+
+
+class RemoteSession(Session):
+    """One attached process, and its life line to a gateway, which may break and be resumed.
+
+    It is alive while the life line is, and while it may still be resumed: until the gateway refuses
+    that, or its ``resume_s`` are over.
+
+    Attributes:
+        terms: the gateway's.
+        dialer: opens connections to the port of the terms.
+        on_retired: called by ``retire``.
+    """
+
+    def __init__(
+        self,
+        welcome: Welcome,
+        life_line: socket.socket,
+        url: RemoteUrl,
+        terms: GatewayTerms,
+        dialer: Dialer,
+    ) -> None:
+        super().__init__(welcome, life_line, [])
+        self.terms = terms
+        self.dialer = dialer
+        self.on_retired: Callable[[], None] = lambda: None
+        self._url = url
+        self._broken_at: float | None = None
+
+    def alive(self) -> bool:
+        """Return whether the session may be used; see ``Session.alive``."""
+        if self._retired or os.getpid() != self._pid:
+            return False
+        with self._lock:
+            if self._events is None:
+                return False
+            if not self._events.poll(0):
+                return True
+            if self._broken_at is None:
+                self._broken_at = time.monotonic()
+            if time.monotonic() < self._broken_at + self.terms.resume_s:
+                return True
+            self._retired = True
+        self.on_retired()
+        return False
+
+    def retire(self) -> None:
+        """See ``Session.retire``; waits for the network end."""
+        super().retire()
+        self.on_retired()
+
+    def mend(self) -> None:
+        """Resume a broken life line; a refusal retires the session.
+
+        Waits for ``attach_ms`` at most.
+        """
+        with self._lock:
+            broken = self._events is not None and bool(self._events.poll(0))
+            if broken and _only_tls(self._life_line):
+                broken = False
+            if not broken:
+                self._broken_at = None
+                return
+        try:
+            line = self._resumed()
+        except ConnectionRefusedError:
+            # The process that had the session is gone, and the session with it.
+            self.retire()
+        except OSError:
+            self.alive()  # notes when it broke; tried again while there is time
+        except KVHearthError:
+            self.retire()
+        else:
+            self._exchange(line)
+
+    def _resumed(self) -> socket.socket:
+        """Return a new life line of this session.
+
+        Raises:
+            KVHearthError: the gateway's refusal.
+            OSError: it cannot be reached.
+        """
+        deadline = time.monotonic() + self._url.attach_ms / 1000
+        line = self.dialer.connect(Purpose.LIFE_LINE, deadline)
+        try:
+            identify = Identify(self._url.secret(), self.welcome.token)
+            line.sendall(encode_frame(identify.to_message()))
+            answer = next(_messages(line, deadline))
+            if answer.get("kind") != "resumed":
+                raise _refusal(answer)
+            line.setblocking(False)
+        except BaseException:
+            line.close()
+            raise
+        return line
+
+    def _exchange(self, line: socket.socket) -> None:
+        """Put a resumed life line in the broken one's place."""
+        with self._lock:
+            if self._events is None:  # closed meanwhile
+                line.close()
+                return
+            self._life_line.close()
+            self._life_line = line
+            self._events = select.poll()
+            self._events.register(line, select.POLLIN)
+            self._broken_at = None
+        log_event(INFO, "session.resumed", "resumed the connection to the gateway")
+
+
+def _only_tls(line: socket.socket) -> bool:
+    """Return whether a readable life line brought only records of TLS itself."""
+    if not isinstance(line, ssl.SSLSocket):
+        return False
+    try:
+        line.recv(1)
+    except ssl.SSLWantReadError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def attach(url: DaemonUrl, hello: Hello) -> Session:
-    """Attach to the daemon at ``url``; waits at most ``url.attach_ms``.
+    """Attach to the daemon at ``url``, on this host or by a gateway; waits at most
+    ``url.attach_ms``.
 
     Raises:
         KVHearthError: the daemon's refusal with its details; ``daemon_away`` if no daemon listens
             or the connection ends; ``deadline``; ``socket_unusable`` if this user may not connect;
             ``bad_message`` for a malformed answer; ``peer_not_allowed`` if the daemon runs as
-            another user than the URL names.
+            another user than the URL names, or if the gateway's certificate is not trusted;
+            ``bad_url`` for a file that the URL names.
+    """
+    if isinstance(url, UnixUrl):
+        return _attach_local(url, hello)
+    return _attach_remote(url, hello)
+
+
+def _attach_local(url: UnixUrl, hello: Hello) -> Session:
+    """Attach on this host. An older daemon refuses a hello with fields that it does not know, and
+    gets the hello again without them, on another connection.
     """
     deadline = time.monotonic() + url.attach_ms / 1000
+    *newer, oldest = hello.versions()
+    for each in newer:
+        try:
+            return _attach(url, each, deadline)
+        except KVHearthError as error:
+            if error.reason is not Reason.BAD_MESSAGE:
+                raise
+    return _attach(url, oldest, deadline)
+
+
+def _attach(url: UnixUrl, hello: Hello, deadline: float) -> Session:
     try:
         life_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:  # no descriptor is free
-        raise _translate(error, url) from None
+        raise _translate(error, url, url.attach_path) from None
     descriptors: list[int] = []
     try:
         _set_timeout(life_line, deadline)
@@ -215,8 +374,69 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
         _say_bye(life_line)
         life_line.close()
         if isinstance(error, OSError):
-            raise _translate(error, url) from None
+            raise _translate(error, url, url.attach_path) from None
         raise
+
+
+def _attach_remote(url: RemoteUrl, hello: Hello) -> RemoteSession:
+    deadline = time.monotonic() + url.attach_ms / 1000
+    dialer = Dialer(url)
+    opening = encode_frame(Identify(url.secret()).to_message()) + encode_frame(hello.to_message())
+    try:
+        for _ in range(_REDIRECTS_MAX):
+            session = _attach_at(url, dialer, opening, deadline)
+            if session is not None:
+                return session
+    except OSError as error:
+        raise _translate(error, url, url.place) from None
+    raise KVHearthError(Reason.BAD_MESSAGE, f"{url.place} sends its clients round in circles")
+
+
+def _attach_at(
+    url: RemoteUrl, dialer: Dialer, opening: bytes, deadline: float
+) -> RemoteSession | None:
+    """Attach at the dialer's port; None if the gateway names another one, which is set.
+
+    Raises:
+        OSError: the gateway cannot be reached, or does not answer.
+    """
+    line = dialer.connect(Purpose.LIFE_LINE, deadline)
+    try:
+        line.sendall(opening)
+        answers = _messages(line, deadline)
+        answer = next(answers)
+        if answer.get("kind") != "gateway":
+            raise _refusal(answer)
+        terms = GatewayTerms.from_message(answer)
+        dialer.keepalive_s = terms.keepalive_s
+        if terms.port != dialer.port:
+            dialer.port = terms.port
+            line.close()
+            return None
+        welcome = _read_answer(next(answers))
+        dialer.set_keepalive(line)
+        line.setblocking(False)
+        return RemoteSession(welcome, line, url, terms, dialer)
+    except BaseException:
+        # No copy ever began.
+        _say_bye(line)
+        line.close()
+        raise
+
+
+def _messages(line: socket.socket, deadline: float) -> Iterator[dict[str, Any]]:
+    """Yield the messages that come until the deadline.
+
+    Raises:
+        KVHearthError: ``bad_message``.
+        OSError: the connection ended; ``TimeoutError`` at the deadline.
+    """
+    decoder = FrameDecoder()
+    while True:
+        _set_timeout(line, deadline)
+        if not (data := line.recv(_READ_BYTES)):
+            raise ConnectionResetError("the gateway closed the connection")
+        yield from decoder.feed(data)
 
 
 def _set_timeout(life_line: socket.socket, deadline: float) -> None:
@@ -256,8 +476,14 @@ def _read_answer(message: dict[str, Any]) -> Welcome:
             return Welcome.from_message(message)
         except (TypeError, ValueError) as error:
             raise KVHearthError(Reason.BAD_MESSAGE, f"welcome: {error}") from None
+    raise _refusal(message)
+
+
+def _refusal(message: dict[str, Any]) -> KVHearthError:
+    if message.get("kind") != "refused":
+        return KVHearthError(Reason.BAD_MESSAGE, "neither a welcome nor a refusal came")
     details = message.get("details")
-    raise rebuild_error(
+    return rebuild_error(
         str(message.get("reason", "")),
         str(message.get("message", "")),
         details if isinstance(details, dict) else {},
@@ -276,24 +502,30 @@ def _check_descriptors(hello: Hello, welcome: Welcome, descriptors: list[int]) -
         )
 
 
-def _translate(error: OSError, url: DaemonUrl) -> KVHearthError:
+def _translate(error: OSError, url: DaemonUrl, place: str) -> KVHearthError:
     if isinstance(error, TimeoutError):
+        return KVHearthError(Reason.DEADLINE, f"no answer at {place} in {url.attach_ms} ms")
+    alert = getattr(error, "reason", "") if isinstance(error, ssl.SSLError) else ""
+    if any(word in str(alert) for word in _CERTIFICATE_ALERTS):
         return KVHearthError(
-            Reason.DEADLINE, f"no answer at {url.attach_path} in {url.attach_ms} ms"
+            Reason.PEER_NOT_ALLOWED,
+            f"{place} takes no client without a certificate that it trusts ({alert}): name one by "
+            "cert= and key=",
         )
     if isinstance(error, PermissionError):
         return KVHearthError(
             Reason.SOCKET_UNUSABLE,
-            f"may not connect to {url.attach_path}: run as a user or group that may",
+            f"may not connect to {place}: run as a user or group that may",
         )
-    return KVHearthError(
-        Reason.DAEMON_AWAY, f"no daemon at {url.attach_path} ({error}): is it running?"
-    )
+    return KVHearthError(Reason.DAEMON_AWAY, f"no daemon at {place} ({error}): is it running?")
 
 
 def _say_bye(life_line: socket.socket) -> None:
+    bye = encode_frame({"kind": "bye"})
+    # TLS takes no flags, and does not block here: its life line is not blocking once it is one.
+    flags = (socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT,)
     with contextlib.suppress(OSError):
-        life_line.send(encode_frame({"kind": "bye"}), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        life_line.send(bye, *(() if isinstance(life_line, ssl.SSLSocket) else flags))
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -303,13 +535,21 @@ def _close_all(descriptors: list[int]) -> None:
     descriptors.clear()
 
 
+Arena = ArenaMapping | RemoteArena
+
+
 @dataclass(frozen=True, eq=False)
 class Link:
-    """One attachment to one boot of the daemon; ``tables`` are those of the shared index."""
+    """One attachment to one boot of the daemon.
+
+    Attributes:
+        mapping: the arena, where it was asked for: mapped, or on another host.
+        tables: those of the shared index.
+    """
 
     session: Session
     transport: CacheTransport
-    mapping: ArenaMapping | None
+    mapping: Arena | None
     tables: Sequence[Table] = ()
 
     @cached_property
@@ -340,35 +580,60 @@ class Link:
 
 
 def open_link(url: DaemonUrl, hello: Hello) -> Link:
-    """Attach, map the arena if ``hello`` asks for it, and prepare the transport.
+    """Attach, open the arena if ``hello`` asks for it, and prepare the transport.
 
     Raises:
-        KVHearthError: as ``session.attach`` and ``arena.ArenaMapping``; nothing stays open then.
+        KVHearthError: as ``attach``, ``arena.ArenaMapping`` and ``RemoteArena``; nothing stays open
+            then.
     """
     session = attach(url, hello)
     with contextlib.ExitStack() as undo:
         # No copy ever began: the daemon has nothing to wait for.
         undo.callback(session.goodbye)
-        welcome = session.welcome
-        mapping = None
-        descriptors = session.take_descriptors()
-        try:
-            if hello.map_arena:
-                own = descriptors[: len(welcome.segments) + 1]
-                mapping = ArenaMapping(welcome, own, session.alive)
-                undo.callback(mapping.close)
-            tables = map_tables(welcome, descriptors)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        transport = _transport(url, welcome)
+        if isinstance(url, UnixUrl):
+            link = _local_link(url, hello, session, undo)
+        else:
+            assert isinstance(session, RemoteSession), "attach goes by the URL's kind"
+            link = _remote_link(url, hello, session)
         undo.pop_all()
+    return link
+
+
+def _local_link(url: UnixUrl, hello: Hello, session: Session, undo: contextlib.ExitStack) -> Link:
+    welcome = session.welcome
+    mapping = None
+    descriptors = session.take_descriptors()
+    try:
+        if hello.map_arena:
+            own = descriptors[: len(welcome.segments) + 1]
+            mapping = ArenaMapping(welcome, own, session.alive)
+            undo.callback(mapping.close)
+        tables = map_tables(welcome, descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    transport: CacheTransport
+    if url.calls == "grpc":
+        transport = GrpcUnixTransport(url.grpc_target, welcome.token, welcome.message_bytes_max)
+    else:
+        transport = over_unix(
+            url.calls_path, welcome.token, welcome.message_bytes_max, url.check_daemon
+        )
     return Link(session, transport, mapping, tables)
 
 
-def _transport(url: DaemonUrl, welcome: Welcome) -> CacheTransport:
-    if url.calls == "grpc":
-        return GrpcUnixTransport(url.grpc_target, welcome.token, welcome.message_bytes_max)
-    return FramesUnixTransport(
-        url.calls_path, welcome.token, welcome.message_bytes_max, url.check_daemon
+def _remote_link(url: RemoteUrl, hello: Hello, session: RemoteSession) -> Link:
+    welcome, terms = session.welcome, session.terms
+    transport = over_tcp(session.dialer, url.place, welcome.token, welcome.message_bytes_max)
+    if not hello.map_arena:
+        return Link(session, transport, None)
+    lines = DataLines(
+        session.dialer,
+        welcome.token,
+        min(url.connections, terms.data_connections),
+        window_bytes=terms.window_bytes,
+        connect_s=url.attach_ms / 1000,
+        alive=session.alive,
     )
+    session.on_retired = lines.interrupt
+    return Link(session, transport, RemoteArena(welcome, lines, url.staging_bytes, session.alive))

@@ -211,8 +211,10 @@ class SessionManager:
     def _step(self) -> float:
         """Do the work that is due; return the seconds until more may be due."""
         link = self._held
+        if link is not None and self.link is link:
+            link.session.mend()
         if link is not None and self.link is link and not link.session.alive():
-            self.lose(link, "its attach socket closed")
+            self.lose(link, "its life line ended")
         if link is not None and self.link is not link and not self._finish_link(link):
             return _TICK_S
         if self._held is None:

@@ -20,10 +20,12 @@ from kvhearth.copiers.device import CopyDevice, Registrations, index_of
 from kvhearth.copiers.host import HostCopier
 from kvhearth.copiers.measure import measured_device
 from kvhearth.copiers.methods import AUTO
+from kvhearth.copiers.remote import RemoteCopier
 from kvhearth.counters import Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
-from kvhearth.session.arena import ArenaMapping
+from kvhearth.session.link import Arena
+from kvhearth.session.remote_arena import RemoteArena
 
 CopierFactory = Callable[..., Copier]
 """Makes a copier of pages into an arena: ``make(kv, arena)``, or ``make(kv, arena,
@@ -99,17 +101,20 @@ def default_copier(
     method: str = AUTO,
     device: CopyDevice | None = None,
 ) -> CopierFactory:
-    """Return a factory of the copier that fits the tensors.
+    """Return a factory of the copier that fits the tensors and the arena.
+
+    Into an arena on another host, the copier below moves blocks between the tensors and staging
+    memory.
 
     Args:
-        sums: passed to ``HostCopier``.
+        sums: passed to ``HostCopier`` and ``RemoteCopier``.
         method: passed to ``CudaCopier``.
         verify_fraction: passed to ``CudaCopier``; the host copier compares every block that it
             loads.
         device: passed to ``CudaCopier``, which is then made for any tensors.
     """
 
-    def make(kv: PagedKV, arena: ArenaView, encoding: Encoding | None = None) -> Copier:
+    def make_local(kv: PagedKV, arena: ArenaView, encoding: Encoding | None = None) -> Copier:
         if device is None and kv.device == "cpu":
             return HostCopier(kv, arena, sums=sums, encoding=encoding)
         from kvhearth.copiers.cuda import CudaCopier
@@ -123,6 +128,19 @@ def default_copier(
             verify_fraction=verify_fraction,
         )
 
+    def make(kv: PagedKV, arena: Arena, encoding: Encoding | None = None) -> Copier:
+        if not isinstance(arena, RemoteArena):
+            return make_local(kv, arena, encoding)
+        if encoding is None and device is None and kv.device == "cpu":
+            return RemoteCopier(kv, arena, sums=sums)
+        return RemoteCopier(
+            kv,
+            arena,
+            lambda staging: make_local(kv, staging, encoding),
+            stored_bytes=0 if encoding is None else encoding.stored_bytes,
+            sums=sums,
+        )
+
     return make
 
 
@@ -130,7 +148,7 @@ def default_copier(
 class _Mapped:
     """One arena and its copiers, by the pages that they copy."""
 
-    arena: ArenaMapping
+    arena: Arena
     copiers: dict[PagedKV, Copier] = field(default_factory=dict)
 
 
@@ -254,7 +272,7 @@ class CopierPool:
             if arena is not None:
                 self._take(arena)
 
-    def _take(self, arena: ArenaMapping) -> _Mapped | None:
+    def _take(self, arena: Arena) -> _Mapped | None:
         """Return the state of the mapped arena; None while another one is being left.
 
         The caller holds the lock.
@@ -265,7 +283,7 @@ class CopierPool:
             self._mapped = _Mapped(arena)
             if self._registrations is not None:
                 self._registrations.acquire(
-                    arena, self, index_of(self.device), self._registration_failed
+                    _memory(arena), self, index_of(self.device), self._registration_failed
                 )
         return self._mapped if self._mapped.arena is arena else None
 
@@ -300,7 +318,12 @@ class CopierPool:
         if self._registrations is None:
             return True
         left_s = max(until - time.monotonic(), 0.0)
-        return self._registrations.release(leaving.arena, self, left_s)
+        return self._registrations.release(_memory(leaving.arena), self, left_s)
+
+
+def _memory(arena: Arena) -> ArenaView:
+    """Return the memory of this host that copies of a GPU use."""
+    return arena.staging if isinstance(arena, RemoteArena) else arena
 
 
 def _check_pages(client: KVClient, kv: Mapping[int, PagedKV]) -> None:

@@ -18,13 +18,13 @@ import numpy as np
 from kvhearth import connect
 from kvhearth.client import KVClient
 from kvhearth.contract import Contract, GroupKind, GroupSpec
-from kvhearth.copiers.base import BlockFailure, Ticket
-from kvhearth.copiers.host import HostCopier
+from kvhearth.copiers.base import BlockFailure, Copier, Ticket
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8, Bools, Records
 from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup, Pin, Reservation
-from kvhearth.session.arena import ArenaMapping
+from kvhearth.session.link import Arena
+from kvhearth.transfer.copier_pool import default_copier
 
 BLOCK_TOKENS = 16
 PAGES = 64
@@ -163,8 +163,8 @@ class Rank:
         self.number = number
         self.pages: U8 = np.zeros((STORE_MAX, page_bytes), np.uint8)
         self._kv = PagedKV([self.pages])
-        self._arena: ArenaMapping | None = None
-        self._copier: HostCopier | None = None
+        self._arena: Arena | None = None
+        self._copier: Copier | None = None
         client.add_quiesce_hook(self._drain)
 
     @property
@@ -223,7 +223,7 @@ class Rank:
         if not closed:
             raise hung("copies do not drain")
 
-    def copier(self) -> HostCopier | None:
+    def copier(self) -> Copier | None:
         """Return a copier for the current boot; None while no arena is mapped."""
         arena = self.client.arena
         if arena is not None and arena is not self._arena:
@@ -231,14 +231,14 @@ class Rank:
                 self._copier.close()
             self._copier = self._arena = None
             try:
-                self._copier, self._arena = HostCopier(self._kv, arena), arena
+                self._copier, self._arena = default_copier()(self._kv, arena), arena
             except KVHearthError as error:
                 # Its daemon has died meanwhile, and it was unmapped.
                 if error.reason is not Reason.CLOSED:
                     raise
         return self._copier
 
-    def _wait(self, copier: HostCopier, ticket: Ticket | None) -> Copied:
+    def _wait(self, copier: Copier, ticket: Ticket | None) -> Copied:
         if ticket is None:
             raise hung("the copier's queue is full")
         done = copier.wait(ticket, COPY_S)

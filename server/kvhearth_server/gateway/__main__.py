@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 
 from kvhearth.errors import KVHearthError
-from kvhearth.url import DaemonUrl
+from kvhearth.url import UnixUrl
 from kvhearth_server.config.load import Settings
 from kvhearth_server.gateway.doors import Doors
 from kvhearth_server.gateway.listeners import Place
@@ -37,7 +37,7 @@ def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> N
     """
     doors = Doors(settings)
     gateway = Gateway(
-        DaemonUrl(settings.socket_dir),
+        UnixUrl(settings.socket_dir),
         doors,
         place,
         speaks=settings.tokens_file is not None or settings.client_ca is not None,
@@ -48,7 +48,7 @@ def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> N
         "gateway_peers_refused": lambda: Counter(doors.refusals),
         "gateway_bounds_met": gateway.meters.refusals,
     }
-    reporter = Reporter(DaemonUrl(settings.socket_dir), gateway.tally, sources)
+    reporter = Reporter(UnixUrl(settings.socket_dir), gateway.tally, sources)
     reporter.thread.start()
     stopping = threading.Event()
     hung_up = threading.Event()

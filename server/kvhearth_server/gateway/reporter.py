@@ -7,7 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 
-from kvhearth.url import DaemonUrl
+from kvhearth.url import UnixUrl
 from kvhearth.wire.handshake import encode_frame
 from kvhearth.worker_thread import SupervisedThread
 from kvhearth_server.gateway.tally import COUNTS_MAX, Tally
@@ -25,7 +25,7 @@ class Reporter:
     """
 
     def __init__(
-        self, url: DaemonUrl, tally: Tally, sources: dict[str, Callable[[], Counter[str]]]
+        self, url: UnixUrl, tally: Tally, sources: dict[str, Callable[[], Counter[str]]]
     ) -> None:
         self._path = url.attach_path
         self._tally = tally

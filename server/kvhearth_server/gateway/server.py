@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.url import DaemonUrl
+from kvhearth.url import UnixUrl
 from kvhearth.wire import frames
 from kvhearth.wire.handshake import (
     FRAME_HEADER_BYTES,
@@ -109,7 +109,7 @@ class Gateway:
 
     def __init__(
         self,
-        url: DaemonUrl,
+        url: UnixUrl,
         doorkeeper: Doorkeeper,
         place: Place,
         *,

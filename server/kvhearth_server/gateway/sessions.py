@@ -15,7 +15,7 @@ from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import Session, attach
-from kvhearth.url import DaemonUrl
+from kvhearth.url import UnixUrl
 from kvhearth.wire.handshake import Hello, Welcome
 from kvhearth.wire.remote import REQUEST_RECORDS_MAX, Purpose
 from kvhearth_server.gateway.book import Book, Put
@@ -221,7 +221,7 @@ class Sessions:
         speaks: see ``hello_for``.
     """
 
-    def __init__(self, url: DaemonUrl, meters: Meters, *, speaks: bool) -> None:
+    def __init__(self, url: UnixUrl, meters: Meters, *, speaks: bool) -> None:
         self.url = url
         self._meters = meters
         self._speaks = speaks

@@ -18,6 +18,7 @@ import numpy as np
 
 import kvhearth
 from kvhearth.cache import Cache
+from kvhearth.session.arena import ArenaMapping
 from kvhearth_lab.bench.daemon import ATTACH_S, broken
 from kvhearth_lab.bench.gpu.llama import KV, Geometry, Model, make_model, prefill
 from kvhearth_lab.bench.gpu.ttft import BLOCK_TOKENS, COLD, WARM
@@ -83,7 +84,7 @@ class Engine:
         # The first transfer makes the pages' copiers, and with them begins the registration.
         self.cache.load([b"nothing"], self._pool[:1]).result(_DONE_S)
         arena = self.cache.client.arena
-        if self.device == "cpu" or arena is None:
+        if self.device == "cpu" or not isinstance(arena, ArenaMapping):
             return None
         views = [self.torch.from_numpy(arena.view(segment)[-4096:]) for segment in arena.segments]
         while not all(view.is_pinned() for view in views):

@@ -17,6 +17,7 @@ from kvhearth.copiers.host import HostCopier
 from kvhearth.model import I64, U8
 from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup
+from kvhearth.session.arena import ArenaMapping
 from kvhearth.transfer import ReservationPool
 from kvhearth.transports.base import CacheTransport
 from kvhearth_lab.bench.daemon import Served, attached, broken, contract, empty_call, served, wire
@@ -165,7 +166,7 @@ def bench_of(
 ) -> Iterator[Bench]:
     """Provide a client's copiers for these blocks; raises KVHearthError without an arena."""
     arena = client.arena
-    if arena is None:
+    if not isinstance(arena, ArenaMapping):
         raise broken("the arena is not mapped")
     stores, loads = PagedKV([source]), PagedKV([target])
     made = Bench(
@@ -191,7 +192,7 @@ def bench_of(
 def copy_part(result: Result, sizes: Sizes) -> None:
     """Measure all figures of copies."""
     # Half of the arena may be reserved, for a batch and the pool.
-    with served(memory=sizes.memory_bytes, stock_fraction_max=0.5, http="off") as daemon:
+    with served(memory=sizes.memory_bytes, stock_fraction_max=0.5) as daemon:
         result.values["pages"] = daemon.ready()["pages"]
         (source, result.values["source_pages"]), (target, _) = blocks(1), blocks(2)
         with (
@@ -291,7 +292,7 @@ def _first_touches(bench: Bench, count: int) -> None:
     for number in steps(count, "first touch of a mapping"):
         bench.daemon.wait_quiet()
         with attached(bench.daemon.client_url, CONTRACT, f"bench-fresh-{number}") as fresh:
-            if fresh.arena is None:
+            if not isinstance(fresh.arena, ArenaMapping):
                 raise broken("the arena is not mapped")
             copier = HostCopier(PagedKV([bench.source]), fresh.arena, sums=False)
             one = Bench(**{**vars(bench), "client": fresh, "plain": copier})

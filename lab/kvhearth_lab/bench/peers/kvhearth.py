@@ -14,6 +14,7 @@ import numpy as np
 from kvhearth.client import KVClient
 from kvhearth.copiers.host import HostCopier
 from kvhearth.page_layout import PagedKV
+from kvhearth.session.arena import ArenaMapping
 from kvhearth.transfer import ReservationPool
 from kvhearth_lab.bench.daemon import (
     Served,
@@ -105,7 +106,7 @@ class OurCopies:
         self._fresh += 1
         url = self.bench.daemon.client_url
         with attached(url, CONTRACT, f"bench-fresh-{self._fresh}") as fresh:
-            if fresh.arena is None:
+            if not isinstance(fresh.arena, ArenaMapping):
                 raise broken("the arena is not mapped")
             copier = HostCopier(PagedKV([self.bench.source]), fresh.arena, sums=False)
             seconds = replace(self.bench, client=fresh, plain=copier).store(copier)
@@ -120,7 +121,6 @@ def our_copies(sizes: Sizes, hugepages: bool, books: list[str]) -> Iterator[OurC
     with served(
         memory=sizes.memory_bytes,
         stock_fraction_max=0.5,
-        http="off",
         hugepages="prefer" if hugepages else "off",
     ) as daemon:
         said = daemon.ready()
@@ -188,7 +188,6 @@ def our_lookups(blocks: int, hugepages: bool, books: list[str]) -> Iterator[OurL
         memory=slabs * SLAB_BYTES,
         slot_bytes_min=SMALL_BYTES,
         slab_bytes=SLAB_BYTES,
-        http="off",
         hugepages="prefer" if hugepages else "off",
     ) as daemon:
         daemon.ready()

@@ -1,4 +1,4 @@
-"""Decisions as frames on the daemon's calls socket: a few system calls each, no extra thread.
+"""Decisions as frames on a stream, to the daemon or a gateway: a few system calls each, no thread.
 
 A call has a connection to itself, so that a late answer is discarded with the connection. Idle
 connections are kept for the next calls.
@@ -11,6 +11,7 @@ import math
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 import weakref
@@ -29,31 +30,44 @@ _OPEN_MAX = 48
 """Most calls at a time; a daemon accepts 64 connections per session."""
 _BACKLOG_PAUSE_S = 0.002
 _READ_BYTES = 64 * 1024
+_WANTS_BYTES = (BlockingIOError, ssl.SSLWantReadError)
+_WANTS_ROOM = (BlockingIOError, ssl.SSLWantWriteError)
+Connect = Callable[[float], socket.socket]
+"""Function from a monotonic deadline to a connected socket that does not block.
+
+It raises ``OSError``, also ``TimeoutError`` at the deadline, or ``KVHearthError`` for a peer that
+must not be used.
+"""
 _Frame = tuple[int, memoryview, int, memoryview]
 """Result of ``_Connection._receive``: kind, body, number, and the remaining bytes."""
 
 
-class FramesUnixTransport:
+class FramesTransport:
     """A ``CacheTransport`` of one session; connects on its first call.
 
     Args:
-        path: the calls socket.
+        connect: opens a connection.
+        place: where it leads, for messages.
         token: the session's secret.
         message_bytes_max: bound of one message, both ways.
-        check: raises if a connection must not be used; called before anything is sent on it.
+        may_break: whether a connection may end before its session does, as on a network: an idle
+            one is then looked at before it is used.
     """
 
     def __init__(
         self,
-        path: str,
+        connect: Connect,
+        place: str,
         token: str,
         message_bytes_max: int,
-        check: Callable[[socket.socket], None] = lambda _: None,
+        *,
+        may_break: bool = False,
     ) -> None:
-        self._path = path
-        self._check = check
+        self._open_stream = connect
+        self._place = place
         self._token = token.encode()
         self._message_bytes_max = message_bytes_max
+        self._may_break = may_break
         self._pid = os.getpid()
         # Taking the lock directly costs half as much as taking it through the condition.
         self._lock = threading.RLock()
@@ -123,7 +137,12 @@ class FramesUnixTransport:
             if self._closed:
                 raise self._closed_error()
             self._busy += 1
-            return self._idle.pop() if self._idle else None
+            while self._idle:
+                connection = self._idle.pop()
+                if not self._may_break or connection.silent():
+                    return connection
+                self._discard(connection)
+            return None
 
     def _wait_for_place(self, end: float) -> None:
         self._waiting += 1
@@ -137,14 +156,10 @@ class FramesUnixTransport:
             raise KVHearthError(Reason.DEADLINE, f"{_OPEN_MAX} calls are under way")
 
     def _connect(self, end: float) -> _Connection:
-        connection = _Connection(self._path, self._token, self._message_bytes_max, end)
+        stream = self._open_stream(end)
+        connection = _Connection(stream, self._token, self._message_bytes_max)
         with self._place_free:
             self._open.add(connection)
-        try:
-            self._check(connection.line)
-        except KVHearthError:
-            self._discard(connection)
-            raise
         if self._ended():
             self._discard(connection)
             raise self._closed_error()
@@ -194,9 +209,9 @@ class FramesUnixTransport:
         if isinstance(error, PermissionError):
             return KVHearthError(
                 Reason.SOCKET_UNUSABLE,
-                f"may not connect to {self._path}: run as a user or group that may",
+                f"may not connect to {self._place}: run as a user or group that may",
             )
-        return KVHearthError(Reason.DAEMON_AWAY, f"no daemon at {self._path} ({error})")
+        return KVHearthError(Reason.DAEMON_AWAY, f"no daemon at {self._place} ({error})")
 
     def _forget(self) -> None:
         """Close a forked child's copies of the connections; the parent's stay open."""
@@ -211,43 +226,29 @@ class FramesUnixTransport:
 class _Connection:
     """One stream with at most one call under way.
 
-    Raises:
-        OSError: while connecting; ``TimeoutError`` at the deadline.
+    Args:
+        stream: connected, and does not block; owned from then on.
     """
 
-    def __init__(self, path: str, token: bytes, message_bytes_max: int, end: float) -> None:
+    def __init__(self, stream: socket.socket, token: bytes, message_bytes_max: int) -> None:
         self._message_bytes_max = message_bytes_max
         self._number = 0
         # The token travels with the first request and costs no extra round trip.
         self._preface = frames.encode(frames.OPEN, 0, token, message_bytes_max)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # A timeout set in Python would poll before each send too. A kernel timeout would also wake
         # the reader when the daemon takes the request, not only when it answers.
-        self._socket.setblocking(False)
+        self._socket = stream
+        # Bytes that TLS has decrypted already wake no poll.
+        self._pending = stream.pending if isinstance(stream, ssl.SSLSocket) else None
+        self._send_flags = 0 if self._pending else socket.MSG_NOSIGNAL
         # One buffer, reused: allocating memory for each answer costs more than reading it.
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._answers = select.poll()
         self._answers.register(self._socket, select.POLLIN)
-        try:
-            self._connect(path, end)
-        except BaseException:
-            self._socket.close()
-            raise
 
-    def _connect(self, path: str, end: float) -> None:
-        while True:
-            try:
-                self._socket.connect(path)
-                return
-            except BlockingIOError:
-                # The daemon's backlog is full; the kernel waits for a place only without a timeout.
-                _left_ms(end)
-                time.sleep(_BACKLOG_PAUSE_S)
-
-    @property
-    def line(self) -> socket.socket:
-        """The connected socket."""
-        return self._socket
+    def silent(self) -> bool:
+        """Return whether nothing came while it was idle: neither bytes nor its end."""
+        return not self._answers.poll(0)
 
     def exchange(self, method: int, body: bytes, end: float) -> tuple[int, memoryview]:
         """Send a request; return the kind and body of its answer, valid until the next exchange.
@@ -287,10 +288,10 @@ class _Connection:
         view = memoryview(data)
         while True:
             try:
-                view = view[self._socket.send(view, socket.MSG_NOSIGNAL) :]
+                view = view[self._socket.send(view, self._send_flags) :]
                 if not view:
                     return left_ms
-            except BlockingIOError:
+            except _WANTS_ROOM:
                 room = select.poll()
                 room.register(self._socket, select.POLLOUT)
                 room.poll(left_ms)
@@ -298,9 +299,14 @@ class _Connection:
 
     def _read(self, left_ms: int) -> memoryview:
         """Wait up to ``left_ms`` milliseconds for bytes, which are valid until the next read."""
-        if not self._answers.poll(left_ms):
-            raise TimeoutError
-        size = self._socket.recv_into(self._buffer)
+        while True:
+            if not (self._pending and self._pending()) and not self._answers.poll(left_ms):
+                raise TimeoutError
+            try:
+                size = self._socket.recv_into(self._buffer)
+                break
+            except _WANTS_BYTES:  # part of a TLS record
+                continue
         if not size:
             raise ConnectionResetError("the daemon closed the connection")
         return self._buffer[:size]
@@ -355,7 +361,50 @@ def _refused_connection(reply: memoryview) -> KVHearthError:
     return BareError(error.reason, error.message, **error.details)
 
 
-_live: weakref.WeakSet[FramesUnixTransport] = weakref.WeakSet()
+def unix_stream(
+    path: str, end: float, check: Callable[[socket.socket], None] = lambda _: None
+) -> socket.socket:
+    """Connect to a unix socket; see ``Connect``.
+
+    Args:
+        path: the socket.
+        end: monotonic deadline.
+        check: raises ``KVHearthError`` if a connection must not be used; called before anything is
+            sent on it.
+    """
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        stream.setblocking(False)
+        while True:
+            try:
+                stream.connect(path)
+                break
+            except BlockingIOError:
+                # The daemon's backlog is full; the kernel waits for a place only without a timeout.
+                _left_ms(end)
+                time.sleep(_BACKLOG_PAUSE_S)
+        check(stream)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def over_unix(
+    path: str,
+    token: str,
+    message_bytes_max: int,
+    check: Callable[[socket.socket], None] = lambda _: None,
+) -> FramesTransport:
+    """Return a transport over the daemon's calls socket; see ``FramesTransport``."""
+
+    def connect(end: float) -> socket.socket:
+        return unix_stream(path, end, check)
+
+    return FramesTransport(connect, path, token, message_bytes_max)
+
+
+_live: weakref.WeakSet[FramesTransport] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
