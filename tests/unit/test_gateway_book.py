@@ -221,6 +221,14 @@ def test_a_peer_that_reads_nothing_ends_a_send(pair: tuple[Stream, socket.socket
         pair[0].send([bytes(64 << 20)], now(0.1))
 
 
+def test_a_silent_peer_is_looked_after(pair: tuple[Stream, socket.socket]) -> None:
+    connection = pair[0].socket
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_parts_are_filled_and_sent_in_order(pair: tuple[Stream, socket.socket]) -> None:
     stream, peer = pair
     parts = [memoryview(bytearray(size)) for size in (0, 3, 70_000, 5)]
