@@ -50,9 +50,10 @@ from kvhearth.transports.data import PORTION_BYTES, Buffer, Request
 from kvhearth.wire.remote import REQUEST_RECORDS_MAX, DataKind, Outcome
 from kvhearth.worker_thread import SupervisedThread
 
-DIRECT_RUN_BYTES = 16 << 10
-"""Shortest run of a page that goes straight to the network: for shorter ones the list of runs costs
-more than a copy. Measured.
+DIRECT_RUN_BYTES = 8 << 10
+"""Shortest run of a page that goes straight to the network. Measured on loopback, in processor time
+of the client per GB stored: 0.28 s in place of 0.43 s for runs of 64 KiB, 0.42 in place of 0.45 for
+8 KiB; for 4 KiB the list of runs costs more than the copy.
 """
 _INNER_WAIT_S = 1.0
 _JOIN_S = 0.5
