@@ -28,6 +28,7 @@ from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
+from kvhearth_server.gateway.processes import GatewayProcesses
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import logs
@@ -115,10 +116,18 @@ class Reloader:
         settings: those in force.
         again: reads them again; may wait for a file.
         engine: serves under them.
+        gateway: reads its certificates and tokens again, too.
     """
 
-    def __init__(self, settings: Settings, again: Callable[[], Settings], engine: Engine) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        again: Callable[[], Settings],
+        engine: Engine,
+        gateway: GatewayProcesses | None = None,
+    ) -> None:
         self._settings, self._again, self._engine = settings, again, engine
+        self._gateway = gateway
         self._busy = asyncio.Lock()
         self._hung_up = asyncio.Event()
 
@@ -132,6 +141,8 @@ class Reloader:
         while True:
             await self._hung_up.wait()
             self._hung_up.clear()
+            if self._gateway is not None:
+                self._gateway.hangup()
             with contextlib.suppress(KVHearthError):  # it is in the log
                 await self.reload()
 
@@ -185,7 +196,8 @@ async def _serve(
     engine = _open_engine(settings, arena, counters, tiers)
     engine.turns.watch(loop)
     supervisor = Supervisor(counters)
-    _follow_hangups(Reloader(settings, again, engine), engine, supervisor)
+    gateway = _open_gateway(settings, engine, supervisor)
+    _follow_hangups(Reloader(settings, again, engine, gateway), engine, supervisor)
     background = ChecksumWorkers(
         engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
     )
@@ -193,10 +205,12 @@ async def _serve(
     dispatcher = Dispatcher(engine, background.verify_blocks)
     shares = door_shares(settings)
     rpc = RpcServer(settings, engine, dispatcher, admin_token, shares.grpc)
-    timeout_s = settings.attach_timeout_s
-    calls = CallsServer(engine, dispatcher, shares, timeout_s=timeout_s)
+    calls = CallsServer(engine, dispatcher, shares, timeout_s=settings.attach_timeout_s)
     attach = AttachServer(
-        engine, _admission(settings), timeout_s=timeout_s, descriptors_max=shares.attach
+        engine,
+        _admission(settings),
+        timeout_s=settings.attach_timeout_s,
+        descriptors_max=shares.attach,
     )
     web = _open_web(settings, engine, admin_token, shares.http)
     _prepare_sockets(settings, admin_token)
@@ -230,6 +244,20 @@ async def _serve(
         path.unlink(missing_ok=True)
     _log.info("daemon.stopped", **_summary(engine))
     return 0
+
+
+def _open_gateway(
+    settings: Settings, engine: Engine, supervisor: Supervisor
+) -> GatewayProcesses | None:
+    """Listen for engines on other hosts and start the gateway, if the settings say so. Engines are
+    refused until the daemon serves.
+    """
+    if settings.listen_address is None:
+        return None
+    gateway = GatewayProcesses(settings, lambda: engine.counters.add("gateway_restarts"))
+    engine.describe_gateway = gateway.describe
+    supervisor.spawn("gateway", gateway.run)
+    return gateway
 
 
 def _stop_signal(loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:

@@ -64,6 +64,38 @@ def check_own(descriptor: int, path: Path) -> None:
         raise PermissionError(errno.EPERM, message, str(path))
 
 
+def exposed(place: Path | int) -> str:
+    """Return the reason why a file of secrets is not the daemon's alone, or "" if it is.
+
+    Nobody else may read it, except a group that root chose: an orchestrator mounts its secrets so.
+
+    Raises:
+        OSError: it cannot be examined.
+    """
+    facts = os.stat(place)
+    allowed = stat.S_IRGRP if facts.st_uid == 0 != os.geteuid() else 0
+    if message := foreign(place):
+        return message
+    if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO) & ~allowed:
+        return f"its mode {stat.S_IMODE(facts.st_mode):04o} lets others read it (chmod 600)"
+    return ""
+
+
+def read_secret(path: Path, bytes_max: int) -> bytes:
+    """Read a file of secrets; a symbolic link is followed, as secrets of Kubernetes need it.
+
+    Raises:
+        OSError: it cannot be read, others can read it, or it has more than ``bytes_max`` bytes.
+    """
+    with path.open("rb") as file:
+        if message := exposed(file.fileno()):
+            raise PermissionError(errno.EPERM, message, str(path))
+        data = file.read(bytes_max + 1)
+    if len(data) > bytes_max:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return data
+
+
 def read_own(path: Path, bytes_max: int | None = None) -> bytes:
     """Read a file of the daemon's own; no symbolic link is followed.
 

@@ -36,6 +36,7 @@ from kvhearth.wire.remote import (
     preface,
 )
 from kvhearth_lab.harness.engine import contract_of
+from support.daemon import until
 
 PAGE_BYTES = 64 << 10
 CONTRACT = contract_of(PAGE_BYTES)
@@ -43,30 +44,43 @@ WAIT_S = 20.0
 
 
 class GatewayProcess:
-    """A gateway process of a daemon."""
+    """``kvhearth gateway`` for a daemon."""
 
     def __init__(self, socket_dir: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "kvhearth_server.gateway", "--socket-dir", str(socket_dir)]
-        command += ["--listen", "127.0.0.1:0", *flags]
+        command += ["--listen", "127.0.0.1:0", "--log-format", "json", *flags]
         self.log = Path(socket_dir).parent / "gateway.log"
+        begun = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()
-        self.port = int(line)
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+        until(
+            lambda: self.process.poll() is not None or self.serving(begun),
+            "the gateway serves",
+        )
+        assert self.process.poll() is None, self.log.read_text()
+        (first, *_) = self.serving(begun)
+        self.port: int = first["port"]
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def serving(self, begun: int = 0) -> list[dict[str, Any]]:
+        """Return the log's lines of processes that serve, from a place in the log on."""
+        return self.events("gateway.serving", begun)
+
+    @property
+    def child(self) -> int:
+        """Process id of the process that serves."""
+        pid: int = self.serving()[-1]["pid"]
+        return pid
+
+    def events(self, name: str, begun: int = 0) -> list[dict[str, Any]]:
         """Return the log's lines of one event."""
-        lines = [json.loads(each) for each in self.log.read_text().splitlines() if each[:1] == "{"]
+        text = self.log.read_text()[begun:]
+        lines = [json.loads(each) for each in text.splitlines(True) if each[-2:] == "}\n"]
         return [each for each in lines if each.get("event") == name]
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Send a signal and wait for the end."""
         self.process.send_signal(number)
         self.process.wait(WAIT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @contextlib.contextmanager
@@ -84,9 +98,19 @@ def gateway(socket_dir: Path, *flags: str) -> Iterator[GatewayProcess]:
     assert "Traceback" not in process.log.read_text(), process.log.read_text()[-6000:]
 
 
+_opened: list[socket.socket] = []
+
+
 def connect(port: int) -> socket.socket:
-    """Return a connection to a gateway."""
-    return socket.create_connection(("127.0.0.1", port), WAIT_S)
+    """Return a connection to a gateway, which ``close_all`` closes."""
+    _opened.append(socket.create_connection(("127.0.0.1", port), WAIT_S))
+    return _opened[-1]
+
+
+def close_all() -> None:
+    """Close all connections."""
+    while _opened:
+        _opened.pop().close()
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
@@ -119,23 +143,32 @@ class RawSession:
     def __init__(
         self, port: int, hello: Hello | None = None, *, secret: str = "", resume: str = ""
     ) -> None:
-        self.port = port
-        self.line = connect(port)
-        self.line.sendall(preface(Purpose.LIFE_LINE))
-        self.line.sendall(encode_frame(Identify(secret, resume).to_message()))
         self._number = 0
+        self._begin(port, Identify(secret, resume))
         if resume:
             self._check(message(self.line))
             return
-        self.line.sendall(encode_frame((hello or hello_of()).to_message()))
-        first = message(self.line)
-        self._check(first)
-        self.terms = GatewayTerms.from_message(first)
+        self._greet(hello or hello_of())
+        if self.terms.port != port:
+            self.line.close()
+            self._begin(self.terms.port, Identify(secret, resume))
+            self._greet(hello or hello_of())
         second = message(self.line)
         self._check(second)
         self.welcome = Welcome.from_message(second)
         self.calls = self.open_calls(self.welcome.token)
         self.data = self.open_data(self.welcome.token)
+
+    def _begin(self, port: int, identify: Identify) -> None:
+        self.port = port
+        self.line = connect(port)
+        self.line.sendall(preface(Purpose.LIFE_LINE) + encode_frame(identify.to_message()))
+
+    def _greet(self, hello: Hello) -> None:
+        self.line.sendall(encode_frame(hello.to_message()))
+        first = message(self.line)
+        self._check(first)
+        self.terms = GatewayTerms.from_message(first)
 
     def _check(self, found: dict[str, Any]) -> None:
         if found["kind"] == "refused":

@@ -44,6 +44,7 @@ Exit codes:
 3  no memory, no huge pages, or unusable arena or SSD directories
 
 Completion for bash, zsh and fish: kvhearth --install-completion"""
+TOKEN_EPILOG = "Example: kvhearth token ls --tokens-file /etc/kvhearth/tokens.yaml"
 CONFIG_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
 
 VERBS_GROUP = "kvhearth.verbs"
@@ -78,7 +79,7 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import admin, config, doctor, serve, show, stats
+    from kvhearth_server.cli import admin, config, doctor, gateway, serve, show, stats, tokens
 
     app = typer.Typer(
         name="kvhearth",
@@ -90,6 +91,7 @@ def build() -> typer.Typer:
     )
     app.callback()(show.option)
     app.command("serve", epilog=serve.EPILOG)(serve.serve)
+    app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
     settings = typer.Typer(
         help="Show, sample or check settings.", epilog=CONFIG_EPILOG, no_args_is_help=True
     )
@@ -98,6 +100,14 @@ def build() -> typer.Typer:
     settings.command("reload", epilog=config.RELOAD_EPILOG)(config.reload)
     settings.command("validate", epilog=config.VALIDATE_EPILOG)(config.validate)
     app.add_typer(settings, name="config")
+    identities = typer.Typer(
+        help="Make or list tokens of engines on other hosts.",
+        epilog=TOKEN_EPILOG,
+        no_args_is_help=True,
+    )
+    identities.command("new", epilog=tokens.NEW_EPILOG)(tokens.new)
+    identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
+    app.add_typer(identities, name="token")
     app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)

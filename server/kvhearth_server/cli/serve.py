@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,8 +66,12 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     )
 
 
-def with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``."""
+def with_flags_of(
+    model: type[Settings], names: Collection[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a function of ``(config, **flags)`` one typed parameter for each field of ``model``, or
+    for those of ``names``.
+    """
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         config = inspect.Parameter(
@@ -83,7 +87,11 @@ def with_flags_of(model: type[Settings]) -> Callable[[Callable[..., None]], Call
             for each in inspect.signature(function, eval_str=True).parameters.values()
             if each.name != "config" and each.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-        flags = [_flag(name, field) for name, field in model.model_fields.items()]
+        flags = [
+            _flag(name, field)
+            for name, field in model.model_fields.items()
+            if names is None or name in names
+        ]
         parameters = [config, *own, *flags]
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         function.__annotations__ = {each.name: each.annotation for each in parameters}

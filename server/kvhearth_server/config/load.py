@@ -27,7 +27,7 @@ from kvhearth_server.config.model import (
 from kvhearth_server.config.value_types import Shown, SsdDir, TenantSetting, parse_tenant
 
 WRONG_CHARS_MAX = 400
-_FILE_BYTES_MAX = 1 << 20
+YAML_BYTES_MAX = 1 << 20
 _FILE_NODES_MAX = 10_000
 
 
@@ -40,7 +40,8 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
     if path is None:
         return {}
     try:
-        loaded = _bounded(_parsed(path))
+        with path.open("rb") as file:
+            loaded = parse_yaml(file.read(YAML_BYTES_MAX + 1))
     except (OSError, ValueError, yaml.YAMLError) as error:
         message = cut(" ".join(str(error).split()), WRONG_CHARS_MAX)
         raise KVHearthError(
@@ -55,20 +56,21 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
     return {str(name): value for name, value in loaded.items()}
 
 
-def _parsed(path: Path) -> object:
+def parse_yaml(data: bytes, nodes_max: int = _FILE_NODES_MAX) -> object:
     """Return a file's content, parsed as YAML.
 
+    Args:
+        data: at most ``YAML_BYTES_MAX`` bytes; more are refused.
+        nodes_max: most values in it, aliases expanded.
+
     Raises:
-        OSError: it cannot be read.
         ValueError: it is too long or too deep, or a value is not of the kind that it says.
         yaml.YAMLError: it is not YAML.
     """
-    with path.open("rb") as file:
-        data = file.read(_FILE_BYTES_MAX + 1)
-    if len(data) > _FILE_BYTES_MAX:
-        raise ValueError(f"more than {_FILE_BYTES_MAX} bytes are no settings")
+    if len(data) > YAML_BYTES_MAX:
+        raise ValueError(f"more than {YAML_BYTES_MAX} bytes are no settings")
     try:
-        return yaml.safe_load(data.decode())
+        return _bounded(yaml.safe_load(data.decode()), nodes_max)
     except RecursionError:
         raise ValueError("nested too deep for settings") from None
     except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
@@ -76,7 +78,7 @@ def _parsed(path: Path) -> object:
         raise ValueError(f"a value cannot be read: {error}") from None
 
 
-def _bounded(loaded: object) -> object:
+def _bounded(loaded: object, nodes_max: int) -> object:
     """Return ``loaded``, unless aliases make it very much larger than its file, or endless.
 
     Raises:
@@ -89,8 +91,8 @@ def _bounded(loaded: object) -> object:
         if isinstance(inner, str | bytes) or not isinstance(inner, Collection):
             continue
         count += len(inner)
-        if count > _FILE_NODES_MAX:
-            raise ValueError(f"more than {_FILE_NODES_MAX} values are no settings")
+        if count > nodes_max:
+            raise ValueError(f"more than {nodes_max} values are no settings")
         left.extend(inner)
     return loaded
 

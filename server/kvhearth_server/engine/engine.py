@@ -99,6 +99,8 @@ class Engine:
 
     shared_index: SharedIndex | None = None
     """Index that clients map; see ``share_index``."""
+    describe_gateway: Callable[[], str] | None = None
+    """Returns the state of this daemon's gateway, if it has one."""
 
     def __init__(
         self,

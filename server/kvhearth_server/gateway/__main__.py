@@ -1,45 +1,107 @@
-"""``python -m kvhearth_server.gateway``: one gateway process."""
+"""``python -m kvhearth_server.gateway``: one gateway process, whose parent listens for it.
+
+With arguments it is ``kvhearth gateway``.
+"""
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
+import resource
 import signal
+import socket
 import sys
 import threading
-from pathlib import Path
+from collections import Counter
 
 from kvhearth.errors import KVHearthError
 from kvhearth.url import UnixUrl
-from kvhearth_server.gateway.identity import OpenDoor
-from kvhearth_server.gateway.server import Gateway, Place, listen
+from kvhearth_server.config.load import Settings
+from kvhearth_server.gateway.doors import Doors
+from kvhearth_server.gateway.listeners import Place
+from kvhearth_server.gateway.reporter import Reporter
+from kvhearth_server.gateway.server import Gateway, Limits
 from kvhearth_server.observability import logs
+
+_SWITCH_S = 0.001
+_STACK_BYTES = 512 << 10
+_DESCRIPTORS = 8192
+"""Two for each connection, and those of the daemon's side."""
+
+
+def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> None:
+    """Serve until stdin ends, SIGTERM or SIGINT; read certificates and tokens again at SIGHUP.
+
+    Raises:
+        KVHearthError: ``config_invalid`` for certificates or tokens that cannot be used.
+    """
+    doors = Doors(settings)
+    gateway = Gateway(
+        UnixUrl(settings.socket_dir),
+        doors,
+        place,
+        speaks=settings.tokens_file is not None or settings.client_ca is not None,
+        limits=Limits(handshake_s=settings.attach_timeout_s),
+        tls=lambda: doors.context,
+    )
+    sources = {
+        "gateway_peers_refused": lambda: Counter(doors.refusals),
+        "gateway_bounds_met": gateway.meters.refusals,
+    }
+    reporter = Reporter(UnixUrl(settings.socket_dir), gateway.tally, sources)
+    reporter.thread.start()
+    stopping = threading.Event()
+    hung_up = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    signal.signal(signal.SIGHUP, lambda *_: hung_up.set())
+    gateway.start(listeners)
+    sys.stdout.write("serving\n")
+    sys.stdout.flush()
+    threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
+    while not stopping.wait(0.2):
+        if hung_up.is_set():
+            hung_up.clear()
+            doors.reload()
+    gateway.stop()
+    reporter.thread.stop(1.0)
+    reporter.tell()
+
+
+def _watch_parent(stopping: threading.Event) -> None:
+    """Stop when the parent closes our stdin or ends."""
+    while os.read(0, 4096):
+        pass
+    stopping.set()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="kvhearth gateway")
-    parser.add_argument("--listen", default="127.0.0.1:9461")
-    parser.add_argument("--socket-dir", default="/run/kvhearth")
-    options = parser.parse_args()
-    logs.configure("info", "json")
-    host, _, port = options.listen.rpartition(":")
-    listener = listen(host, int(port))
-    bound = listener.getsockname()[1]
-    gateway = Gateway(UnixUrl(Path(options.socket_dir)), OpenDoor("default"), Place(0, 1, (bound,)))
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    gateway.start([listener])
-    sys.stdout.write(f"{bound}\n")
-    sys.stdout.flush()
-    stopping.wait()
-    gateway.stop()
+    """Run a child of ``processes.GatewayProcesses``; return the exit status."""
+    message = json.loads(sys.stdin.buffer.readline())
+    settings = Settings(**message["settings"])
+    logs.configure(settings.log_level, settings.log_format)
+    logs.capture()
+    sys.setswitchinterval(_SWITCH_S)
+    threading.stack_size(_STACK_BYTES)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    bounded = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(_DESCRIPTORS, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (bounded, most))
+    listeners = [socket.socket(fileno=number) for number in message["listeners"]]
+    for each in listeners:
+        each.setblocking(False)
+    serve(settings, Place(message["index"], tuple(message["ports"])), listeners)
     return 0
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        from kvhearth_server.cli.app import run
+
+        sys.exit(run(["gateway", *sys.argv[1:]]))
     try:
-        sys.exit(main())
+        code = main()
     except KVHearthError as error:
         sys.stderr.write(f"kvhearth: error: {error.message}\n")
-        os._exit(1)
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)

@@ -12,7 +12,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvhearth.model import EXTENT_BYTES, EXTENT_RECORD
+import numpy as np
+
+from kvhearth.model import EXTENT_BYTES, EXTENT_DTYPE, EXTENT_RECORD
 from kvhearth.wire.remote import Outcome
 from kvhearth_server.gateway.streams import Stream
 
@@ -64,6 +66,8 @@ class _Lease:
     """Extents of a lease; ``known`` once they are among those that may be read."""
 
     blobs: list[bytes]
+    count: int
+    bytes: int
     known: bool = False
 
 
@@ -77,6 +81,8 @@ class Book:
         self._writing: dict[int, Put] = {}
         self._leases: dict[int, _Lease] = {}
         self._leased = 0
+        self._leased_bytes = 0
+        self._writable_bytes = 0
         self._readable: dict[tuple[int, Place], int] = {}
         self._reserving: dict[int, _Asked] = {}
         self._looking: dict[int, _Asked] = {}
@@ -98,7 +104,9 @@ class Book:
             granted = self._reservations[reservation] = set()
             for slot, place in (each for blob in blobs for each in places(blob)):
                 if slot not in asked.spent and len(self._writable) < GRANTS_MAX:
+                    self._drop(slot)
                     self._writable[slot] = place, reservation
+                    self._writable_bytes += place[2]
                     granted.add(slot)
             while len(self._reservations) > _RESERVATIONS_MAX:
                 self._reservations.popitem(last=False)
@@ -110,14 +118,16 @@ class Book:
 
     def leased(self, lease: int, blobs: list[bytes]) -> None:
         """Grant the extents of its reply to readers, until the lease ends."""
-        count = sum(map(len, blobs)) // EXTENT_BYTES
+        records = np.frombuffer(b"".join(blobs), EXTENT_DTYPE)
+        count, size = len(records), int(records["length"].sum(dtype=np.int64))
         with self._changed:
             asked = self._looking.pop(lease, None)
             if asked is None or asked.void or self._closed or lease in self._leases:
                 return
             if count and self._leased + count <= GRANTS_MAX:
-                self._leases[lease] = _Lease(blobs)
+                self._leases[lease] = _Lease(blobs, count, size)
                 self._leased += count
+                self._leased_bytes += size
 
     def release(self, leases: Iterable[int]) -> None:
         """Take leases from readers, before the ``Release`` leaves."""
@@ -128,7 +138,8 @@ class Book:
                 lease = self._leases.pop(number, None)
                 if lease is None:
                     continue
-                self._leased -= sum(map(len, lease.blobs)) // EXTENT_BYTES
+                self._leased -= lease.count
+                self._leased_bytes -= lease.bytes
                 for each in (each for blob in lease.blobs for each in places(blob)):
                     if lease.known:
                         self._forget(each)
@@ -170,8 +181,7 @@ class Book:
                 asked.spent |= named
                 asked.void = asked.void or len(asked.spent) > GRANTS_MAX
             for slot in named:
-                if (grant := self._writable.pop(slot, None)) is not None:
-                    self._reservations.get(grant[1], set()).discard(slot)
+                self._drop(slot)
             if self._wait(named, end):
                 return True
             if break_s is None:
@@ -179,6 +189,11 @@ class Book:
             for put in {self._writing[slot] for slot in named if slot in self._writing}:
                 put.stream.end()
             return self._wait(named, time.monotonic() + break_s)
+
+    def _drop(self, slot: int) -> None:
+        if (grant := self._writable.pop(slot, None)) is not None:
+            self._writable_bytes -= grant[0][2]
+            self._reservations.get(grant[1], set()).discard(slot)
 
     def _wait(self, slots: set[int], end: float) -> bool:
         return self._changed.wait_for(
@@ -226,14 +241,14 @@ class Book:
             self._closed = True
             for table in (self._writable, self._reservations, self._leases, self._readable):
                 table.clear()
-            self._leased = 0
+            self._leased = self._leased_bytes = self._writable_bytes = 0
             for put in set(self._writing.values()):
                 put.stream.end()
             return self._changed.wait_for(
                 lambda: not self._writing, max(0.0, end - time.monotonic())
             )
 
-    def counts(self) -> tuple[int, int]:
-        """Return the number of extents that may be written and that are leased."""
+    def held(self) -> tuple[int, int]:
+        """Return the number of extents that may be written or read, and their bytes."""
         with self._changed:
-            return len(self._writable), self._leased
+            return len(self._writable) + self._leased, self._writable_bytes + self._leased_bytes

@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
-from kvhearth_server.gateway.identity import Role
 from kvhearth_server.gateway.sessions import RemoteSession
 from kvhearth_server.gateway.streams import Stream
 from kvhearth_server.gateway.tally import Tally
@@ -31,7 +30,6 @@ LARGE_BYTES = 64 << 10
 """Frames from this size on share ``Budget``."""
 _REPLY_READ_BYTES = 64 << 10
 _TICK = struct.pack("@ll", 1, 0)
-READER_CALLS = frozenset(("Heartbeat", "Lookup", "Release", "Prefetch", "Touch"))
 
 _Relay = Callable[[bytes], "tuple[int, memoryview]"]
 
@@ -165,6 +163,7 @@ class CallsConnection:
         self._stream = stream
         self._session = session
         self._book = session.book
+        self._meter = session.meter
         self._tally = tally
         self._budget = budget
         self._frame_s = frame_s
@@ -216,8 +215,8 @@ class CallsConnection:
             return self._upstream.exchange(frames.HEADER.pack(len(content), kind, number) + content)
 
         try:
-            if self._session.identity.role is Role.READER and name not in READER_CALLS:
-                raise KVHearthError(Reason.PEER_NOT_ALLOWED, f"a reader may not call {name}")
+            self._meter.refuse_role(self._session.identity.role, kind)
+            self._meter.call()
             handler = self._handlers.get(name)
             if handler is None:
                 return relay(body)[1]
@@ -236,6 +235,7 @@ class CallsConnection:
         lease = pb.LookupRequest.FromString(body).lease_id
         if not lease:
             return relay(body)
+        self._meter.admit()
         self._book.look_up(lease)
         blobs: list[bytes] = []
         try:
@@ -245,10 +245,13 @@ class CallsConnection:
                 blobs = [group.extents for group in reply.groups if group.extents]
         finally:
             self._book.leased(lease, blobs)
+            self._session.note_held()
         return kind, answer
 
     def _reserve(self, body: bytes, relay: _Relay) -> tuple[int, memoryview]:
-        reservation = pb.ReserveRequest.FromString(body).reservation_id
+        request = pb.ReserveRequest.FromString(body)
+        reservation = request.reservation_id
+        self._meter.admit(*self._size(request))
         self._book.reserve(reservation)
         blobs: list[bytes] = []
         try:
@@ -258,7 +261,18 @@ class CallsConnection:
                 blobs = [group.extents for group in reply.groups]
         finally:
             self._book.reserved(reservation, blobs)
+            self._session.note_held()
         return kind, answer
+
+    def _size(self, request: pb.ReserveRequest) -> tuple[int, int]:
+        """Return the extents that a reservation asks for, and their bytes."""
+        groups = self._session.contract.groups
+        found = [
+            (each.count * groups[each.group].shards, groups[each.group].page_bytes)
+            for each in request.groups
+            if each.group < len(groups)
+        ]
+        return sum(count for count, _ in found), sum(count * size for count, size in found)
 
     def _commit(self, body: bytes, relay: _Relay) -> tuple[int, memoryview]:
         request = pb.CommitRequest.FromString(body)
@@ -268,6 +282,7 @@ class CallsConnection:
                 Reason.NOT_RESERVED,
                 "bytes are still on their way to slots of this commit; commit after the puts ended",
             )
+        self._session.note_held()
         return relay(body)
 
     def _abort(self, body: bytes, relay: _Relay) -> tuple[int, memoryview]:
@@ -279,6 +294,7 @@ class CallsConnection:
             reservations=request.reservation_ids,
             break_s=BREAK_S,
         )
+        self._session.note_held()
         if still:
             raise KVHearthError(Reason.DEADLINE, "bytes are still on their way; abort again")
         return relay(body)
@@ -286,6 +302,7 @@ class CallsConnection:
     def _release(self, body: bytes, relay: _Relay) -> tuple[int, memoryview]:
         request = pb.ReleaseRequest.FromString(body)
         self._book.release(request.lease_ids)
+        self._session.note_held()
         return relay(body)
 
 

@@ -15,9 +15,9 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_RECORD, FLAG_SUMMED, checksum_of
 from kvhearth.native.blocks import BlockMover, block_mover
 from kvhearth.session.arena import ArenaMapping
+from kvhearth.wire.frames import METHODS
 from kvhearth.wire.remote import RECORD_BYTES, DataFrame, DataKind, Outcome
 from kvhearth_server.gateway.book import Place, Put
-from kvhearth_server.gateway.identity import Role
 from kvhearth_server.gateway.sessions import RemoteSession
 from kvhearth_server.gateway.streams import Stream
 from kvhearth_server.gateway.tally import Tally
@@ -93,6 +93,7 @@ class DataConnection:
             answer = work.get(frame.kind)
             if answer is None:
                 raise KVHearthError(Reason.BAD_MESSAGE, f"no request is {frame.kind.name}")
+            self._session.meter.call()
             self._tally.add("gateway_requests", 1, frame.kind.name.lower())
             answer(frame, records)
 
@@ -119,8 +120,7 @@ class DataConnection:
         extents = _extents(records)
         if sum(each.bytes for each in extents) != frame.payload_bytes or not extents:
             raise KVHearthError(Reason.BAD_MESSAGE, "a put's payload is not that of its extents")
-        if self._session.identity.role is Role.READER:
-            raise KVHearthError(Reason.PEER_NOT_ALLOWED, "a reader stores nothing")
+        self._session.meter.refuse_role(self._session.identity.role, METHODS["Commit"])
         put = Put(self._stream)
         answer = self._session.puts.begin(frame.number, put, _SETTLE_S)
         end = self._end(frame.payload_bytes)
@@ -224,7 +224,7 @@ class DataConnection:
         known = bytearray()
         for at in range(0, len(records), _NUMBER_BYTES):
             number = int.from_bytes(records[at : at + _NUMBER_BYTES], "little")
-            answer = self._session.puts.answer(number, _SETTLE_S)
+            answer = self._session.puts.answer(number, self._stream, _SETTLE_S)
             known.append(Outcome.UNKNOWN if answer is None else Outcome.OK)
             if answer is not None:
                 self._say(DataKind.STORED, number, answer)

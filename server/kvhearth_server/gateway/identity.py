@@ -52,12 +52,15 @@ class Identity:
 class Doorkeeper(Protocol):
     """Tells identities. Thread-safe."""
 
-    def identify(self, secret: str, certificate: dict[str, object] | None) -> Identity:
-        """Return the identity of a peer.
+    def identify(
+        self, secret: str, certificate: dict[str, object] | None, address: str = ""
+    ) -> Identity:
+        """Return the identity of a peer. May take a second: call it beside a loop.
 
         Args:
             secret: the token of ``Identify``; "" for none.
             certificate: the verified client certificate, as ``ssl.SSLSocket.getpeercert`` has it.
+            address: the peer's, without its port: wrong secrets are limited by it.
 
         Raises:
             KVHearthError: ``peer_not_allowed``; the message does not contain the secret.
@@ -71,6 +74,8 @@ class OpenDoor:
     def __init__(self, tenant: str) -> None:
         self._identity = Identity("anyone", tenant)
 
-    def identify(self, secret: str, certificate: dict[str, object] | None) -> Identity:
+    def identify(
+        self, secret: str, certificate: dict[str, object] | None, address: str = ""
+    ) -> Identity:
         """See ``Doorkeeper.identify``: everyone is the same identity."""
         return self._identity

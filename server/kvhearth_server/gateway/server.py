@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import select
 import socket
 import ssl
@@ -39,8 +38,10 @@ from kvhearth.worker_thread import SupervisedThread
 from kvhearth_server.gateway.calls import Budget, CallsConnection
 from kvhearth_server.gateway.data import DataConnection
 from kvhearth_server.gateway.identity import Doorkeeper, Identity
+from kvhearth_server.gateway.listeners import Place
+from kvhearth_server.gateway.meter import Meter, Meters
 from kvhearth_server.gateway.sessions import RemoteSession, Sessions
-from kvhearth_server.gateway.streams import Ended, Stream, widen
+from kvhearth_server.gateway.streams import Ended, Stream
 from kvhearth_server.gateway.tally import Tally
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 
@@ -48,11 +49,12 @@ _IDENTIFY_BYTES_MAX = 4096
 _BYE_BYTES_MAX = 256
 _UNOPENED_MAX = 64
 _CONNECTIONS_MAX = 1024
-_BACKLOG = 256
 _BUDGET_BYTES = 64 << 20
 _JANITOR_S = 0.2
 _ACCEPT_WAIT_S = 0.5
+_ACCEPT_PAUSE_S = 0.1
 _HOLD_MS = 1000
+_STOP_S = 2.0
 _log = get_logger("kvhearth.gateway")
 _troubles = LimitedLog(_log)
 
@@ -75,20 +77,23 @@ class Limits:
     frame_s: float = 10.0
 
 
-@dataclass(frozen=True)
-class Place:
-    """A gateway process among those that share an address: its index, their number, and the port
-    of its own (that of all where there is one).
-    """
+@dataclass(eq=False)
+class _Guest:
+    """An accepted connection; ``socket`` is replaced by that of TLS."""
 
-    index: int
-    count: int
-    ports: tuple[int, ...]
+    socket: socket.socket
+    peer: str
+    since: float
 
-    def port_of(self, tenant: str, engine_id: str) -> int:
-        """Return the port of the process that serves an engine."""
-        digest = hashlib.sha256(f"{tenant}\0{engine_id}".encode()).digest()
-        return self.ports[int.from_bytes(digest[:8], "little") % self.count]
+    @property
+    def address(self) -> str:
+        """The peer's address without its port."""
+        return self.peer.rpartition(":")[0]
+
+    def shut(self) -> None:
+        """Make its thread's system calls return."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
 
 class Gateway:
@@ -98,6 +103,7 @@ class Gateway:
         url: the daemon.
         doorkeeper: tells who a peer is.
         place: this process among several.
+        speaks: whether peers have identities, whose tenants it names to the daemon.
         tls: returns the context of new connections, None for plain TCP.
     """
 
@@ -107,11 +113,13 @@ class Gateway:
         doorkeeper: Doorkeeper,
         place: Place,
         *,
+        speaks: bool = False,
         limits: Limits | None = None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
-        self.sessions = Sessions(url)
         self.tally = Tally()
+        self.meters = Meters(len(place.ports))
+        self.sessions = Sessions(url, self.meters, speaks=speaks)
         self._url = url
         self._doorkeeper = doorkeeper
         self._place = place
@@ -119,18 +127,17 @@ class Gateway:
         self._tls = tls
         self._budget = Budget(_BUDGET_BYTES)
         self._lock = threading.Lock()
-        self._unopened: dict[socket.socket, float] = {}
+        self._unopened: dict[_Guest, None] = {}
         self._open = 0
         self._closing = False
-        self._threads: list[SupervisedThread] = []
+        self._janitor = SupervisedThread("gateway-janitor", self._tidy)
+        self._threads = [self._janitor]
 
     def start(self, listeners: list[socket.socket]) -> None:
-        """Accept connections from listening sockets, which the gateway owns from now on."""
-        for listener in listeners:
-            self._threads.append(
-                SupervisedThread("gateway-accept", partial(self._accept, listener))
-            )
-        self._threads.append(SupervisedThread("gateway-janitor", self._tidy))
+        """Accept connections from listening sockets."""
+        self._threads += [
+            SupervisedThread("gateway-accept", partial(self._accept, each)) for each in listeners
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -138,11 +145,11 @@ class Gateway:
         """Refuse new connections and end all sessions, after their transfers."""
         self._closing = True
         for thread in self._threads:
-            thread.stop(2.0)
+            thread.stop(_STOP_S)
         with self._lock:
             unopened = list(self._unopened)
-        for connection in unopened:
-            _shut(connection)
+        for guest in unopened:
+            guest.shut()
         for session in self.sessions.all():
             self.sessions.end(session, "gateway ends")
 
@@ -154,71 +161,81 @@ class Gateway:
         if not ready.poll(_ACCEPT_WAIT_S * 1000):
             return
         try:
-            connection, _ = listener.accept()
+            connection, place = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
+        except OSError as error:  # out of descriptors, most likely
+            _troubles.warning("gateway.cannot_accept", kind="accept", error=str(error))
+            self._janitor.rest(_ACCEPT_PAUSE_S)
+            return
         self.tally.add("gateway_connections")
+        guest = _Guest(connection, "{}:{}".format(*place[:2]), time.monotonic())
         with self._lock:
             full = self._open >= _CONNECTIONS_MAX or self._closing
             if not full:
                 self._open += 1
-                self._unopened[connection] = time.monotonic()
+                self._unopened[guest] = None
                 if len(self._unopened) > _UNOPENED_MAX:
-                    _shut(next(iter(self._unopened)))
+                    oldest = next(iter(self._unopened))
+                    del self._unopened[oldest]
+                    oldest.shut()
         if full:
-            self._refused(KVHearthError(Reason.TOO_MANY_SESSIONS, "too many connections"), "")
+            error_full = KVHearthError(Reason.TOO_MANY_SESSIONS, "too many connections; close some")
+            self._refused(error_full, guest.peer)
             connection.close()
             return
-        threading.Thread(
-            target=self._run, args=(connection,), name="gateway-connection", daemon=True
-        ).start()
-
-    def _run(self, connection: socket.socket) -> None:
-        """Serve a connection: the main of its thread."""
-        peer = ""
+        main = threading.Thread(
+            target=self._run, args=(guest,), name="gateway-connection", daemon=True
+        )
         try:
-            peer = "{}:{}".format(*connection.getpeername()[:2])
-            self._serve(connection, peer)
+            main.start()
+        except RuntimeError:  # the machine has no room for a thread
+            self._ended(guest)
+            raise
+
+    def _run(self, guest: _Guest) -> None:
+        """Serve a connection: the main of its thread."""
+        try:
+            self._serve(guest)
         except Ended:
             pass
+        except KVHearthError as error:
+            self._refused(error, guest.peer)
         except OSError as error:
-            _troubles.info("gateway.lost", kind="lost", peer=peer, why=str(error) or "too slow")
+            why = str(error) or "too slow"
+            _troubles.info("gateway.lost", kind="lost", peer=guest.peer, why=why)
         except Exception:  # noqa: BLE001 - a connection's main: its bug is not the others'
             self.tally.add("gateway_refusals", 1, str(Reason.INTERNAL))
-            _log.exception("gateway.connection_failed", peer=peer)
+            _log.exception("gateway.connection_failed", peer=guest.peer)
         finally:
-            self._opened(connection)
-            with self._lock:
-                self._open -= 1
-            with contextlib.suppress(OSError):
-                connection.close()
+            self._ended(guest)
 
-    def _opened(self, connection: socket.socket) -> None:
+    def _ended(self, guest: _Guest) -> None:
+        self._opened(guest)
         with self._lock:
-            self._unopened.pop(connection, None)
+            self._open -= 1
+        with contextlib.suppress(OSError):
+            guest.socket.close()
 
-    def _serve(self, connection: socket.socket, peer: str) -> None:
-        end = time.monotonic() + self._limits.handshake_s
-        connection.settimeout(self._limits.handshake_s)
-        port = connection.getsockname()[1]
+    def _opened(self, guest: _Guest) -> None:
+        with self._lock:
+            self._unopened.pop(guest, None)
+
+    def _serve(self, guest: _Guest) -> None:
+        end = guest.since + self._limits.handshake_s
+        guest.socket.settimeout(self._limits.handshake_s)
         context = self._tls()
-        plain = connection
         if context is not None:
-            connection = context.wrap_socket(connection, server_side=True)
-        stream = Stream(connection, self._limits.keepalive_s)
-        try:
-            stream.wait(end)
-            purpose = purpose_of(bytes(stream.read(PREFACE.size, end)))
-            work = {
-                Purpose.LIFE_LINE: lambda: self._live(stream, plain, peer, port, end),
-                Purpose.CALLS: lambda: self._calls(stream, plain, end),
-                Purpose.DATA: lambda: self._data(stream, plain, end),
-            }
-            work[purpose]()
-        except KVHearthError as error:
-            self._refused(error, peer)
-        finally:
-            stream.close()
+            _shake_hands(guest, context)
+        stream = Stream(guest.socket, self._limits.keepalive_s)
+        stream.wait(end)
+        purpose = purpose_of(bytes(stream.read(PREFACE.size, end)))
+        serve = {
+            Purpose.LIFE_LINE: self._live,
+            Purpose.CALLS: self._calls,
+            Purpose.DATA: self._data,
+        }
+        serve[purpose](stream, guest, end)
 
     def _refused(self, error: KVHearthError, peer: str) -> None:
         self.tally.add("gateway_refusals", 1, str(error.reason))
@@ -232,25 +249,36 @@ class Gateway:
 
     # -- life lines --------------------------------------------------------------------------------
 
-    def _live(self, stream: Stream, plain: socket.socket, peer: str, port: int, end: float) -> None:
+    def _live(self, stream: Stream, guest: _Guest, end: float) -> None:
+        meter: Meter | None = None
         try:
-            session = self._open_session(stream, peer, port, end)
+            asked = Identify.from_message(_message(stream, _IDENTIFY_BYTES_MAX, end))
+            certificate: Any = None
+            if isinstance(guest.socket, ssl.SSLSocket):
+                certificate = guest.socket.getpeercert()
+            identity = self._doorkeeper.identify(asked.secret, certificate, guest.address)
+            found = self.meters.of(identity)
+            found.open_connection()
+            meter = found
+            session = self._open_session(stream, guest, asked, identity, end)
+            if session is None:
+                return
+            self._opened(guest)
+            over = self._hold(session, stream)
         except KVHearthError as error:
             with contextlib.suppress(OSError):
                 stream.send([encode_frame(refused(error))], time.monotonic() + 1)
             raise
-        if session is None:
-            return
-        self._opened(plain)
-        if self._hold(session, stream):
+        finally:
+            if meter is not None:
+                meter.close_connection()
+        if over:
             self.sessions.end(session, "bye")
 
     def _open_session(
-        self, stream: Stream, peer: str, port: int, end: float
+        self, stream: Stream, guest: _Guest, asked: Identify, identity: Identity, end: float
     ) -> RemoteSession | None:
         """Return the session of a new life line; None if it belongs to another process."""
-        asked = Identify.from_message(_message(stream, _IDENTIFY_BYTES_MAX, end))
-        identity = self._identity(stream, asked)
         if asked.resume:
             session = self.sessions.find(asked.resume)
             if session.identity != identity:
@@ -259,6 +287,7 @@ class Gateway:
             stream.send([encode_frame({"kind": "resumed"})], end)
             return session
         hello = Hello.from_message(_message(stream, None, end))
+        port: int = guest.socket.getsockname()[1]
         terms = self._terms(identity, hello, port)
         if terms.port != port:
             stream.send([encode_frame(terms.to_message())], end)
@@ -279,19 +308,14 @@ class Gateway:
             session=session.welcome.session,
             identity=identity.name,
             tenant=identity.tenant,
-            peer=peer,
+            peer=guest.peer,
         )
         return session
 
-    def _identity(self, stream: Stream, asked: Identify) -> Identity:
-        certificate: Any = None
-        if isinstance(stream.socket, ssl.SSLSocket):
-            certificate = stream.socket.getpeercert()
-        return self._doorkeeper.identify(asked.secret, certificate)
-
     def _terms(self, identity: Identity, hello: Hello, port: int) -> GatewayTerms:
         limits, place = self._limits, self._place
-        own = place.port_of(identity.tenant, hello.engine_id) if place.count > 1 else port
+        several = len(place.ports) > 1
+        own = place.port_of(identity.tenant, hello.engine_id) if several else port
         return GatewayTerms(
             own,
             limits.window_bytes,
@@ -330,17 +354,16 @@ class Gateway:
                 self.sessions.end(session, "daemon away")
             elif late:
                 self.sessions.end(session, "lost")
+        old = time.monotonic() - self._limits.handshake_s
         with self._lock:
-            old = time.monotonic() - 2 * self._limits.handshake_s
-            late_ones = [each for each, since in self._unopened.items() if since < old]
-        for connection in late_ones:
-            _shut(connection)
-        for thread in self._threads[-1:]:
-            thread.rest(_JANITOR_S)
+            late_ones = [each for each in self._unopened if each.since < old]
+        for guest in late_ones:
+            guest.shut()
+        self._janitor.rest(_JANITOR_S)
 
     # -- calls and data ----------------------------------------------------------------------------
 
-    def _calls(self, stream: Stream, plain: socket.socket, end: float) -> None:
+    def _calls(self, stream: Stream, guest: _Guest, end: float) -> None:
         served: CallsConnection | None = None
         session: RemoteSession | None = None
         try:
@@ -352,7 +375,7 @@ class Gateway:
             found = self.sessions.find(stream.read(size, end).decode("ascii", "replace"))
             found.join(stream, Purpose.CALLS, self._limits.calls_connections)
             session = found
-            self._opened(plain)
+            self._opened(guest)
             served = CallsConnection(
                 *(stream, session, self._url.calls_path, self.tally, self._budget),
                 frame_s=self._limits.frame_s,
@@ -373,7 +396,7 @@ class Gateway:
             if session is not None:
                 session.leave(stream)
 
-    def _data(self, stream: Stream, plain: socket.socket, end: float) -> None:
+    def _data(self, stream: Stream, guest: _Guest, end: float) -> None:
         session: RemoteSession | None = None
         try:
             frame, _ = DataConnection.receive(stream, TOKEN_BYTES_MAX, self._limits.handshake_s)
@@ -383,7 +406,7 @@ class Gateway:
             found = self.sessions.find(token)
             found.join(stream, Purpose.DATA, self._limits.data_connections)
             session = found
-            self._opened(plain)
+            self._opened(guest)
             DataConnection(
                 *(stream, session, self.tally),
                 window_bytes=self._limits.window_bytes,
@@ -419,30 +442,22 @@ def _message(stream: Stream, bytes_max: int | None, end: float) -> dict[str, Any
     return messages[0]
 
 
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a listening socket; ``shared`` with other processes by SO_REUSEPORT.
+def _shake_hands(guest: _Guest, context: ssl.SSLContext) -> None:
+    """Begin TLS on a new connection.
 
     Raises:
-        KVHearthError: ``socket_unusable``.
+        KVHearthError: ``peer_not_allowed``: the peer shows no good certificate, or speaks no TLS.
+        OSError: the connection ended.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Known to the guest before the first byte, so that the janitor can end a slow handshake.
+    guest.socket = secured = context.wrap_socket(
+        guest.socket, server_side=True, do_handshake_on_connect=False
+    )
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        widen(listener)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise KVHearthError(
-            Reason.SOCKET_UNUSABLE, f"cannot listen on {host}:{port}: {error.strerror}"
-        ) from None
-    listener.setblocking(False)
-    return listener
+        secured.do_handshake()
+    except ssl.SSLEOFError:
+        raise Ended("the peer closed the connection in its handshake") from None
+    except ssl.SSLError as error:
+        why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else ""
+        why = why or (error.reason or "it speaks no TLS").lower().replace("_", " ")
+        raise KVHearthError(Reason.PEER_NOT_ALLOWED, f"no TLS connection: {why}") from None

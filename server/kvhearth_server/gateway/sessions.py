@@ -17,9 +17,10 @@ from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import Session, attach
 from kvhearth.url import UnixUrl
 from kvhearth.wire.handshake import Hello, Welcome
-from kvhearth.wire.remote import Purpose
+from kvhearth.wire.remote import REQUEST_RECORDS_MAX, Purpose
 from kvhearth_server.gateway.book import Book, Put
 from kvhearth_server.gateway.identity import Identity
+from kvhearth_server.gateway.meter import Meter, Meters
 from kvhearth_server.gateway.streams import Stream
 from kvhearth_server.observability.logs import get_logger
 
@@ -27,6 +28,8 @@ END_S = 10.0
 """Time for a session's transfers to end once their connections are shut."""
 _PUTS_KEPT_MAX = 512
 """Most answers to puts that a session keeps, to give them again."""
+
+_ASKED_MAX = 4 * REQUEST_RECORDS_MAX
 
 GroupKey = tuple[str, str, int]
 """Tenant, engine id and incarnation."""
@@ -41,15 +44,21 @@ class PutLog:
         self._changed = threading.Condition()
         self._under_way: dict[int, Put] = {}
         self._ended: OrderedDict[int, bytes] = OrderedDict()
+        self._asked: OrderedDict[int, Stream] = OrderedDict()
 
     def begin(self, number: int, put: Put, wait_s: float) -> bytes | None:
         """Begin a put, or return the answer to an earlier one of this number. One that is still
         under way on another connection is ended first.
 
         Raises:
-            KVHearthError: ``deadline`` if that one does not end.
+            KVHearthError: ``deadline`` if that one does not end; ``stale_extent`` if another
+                connection asked about the put since: it is too late for this one.
         """
         with self._changed:
+            if self._asked.get(number, put.stream) is not put.stream:
+                raise KVHearthError(
+                    Reason.STALE_EXTENT, f"put {number} was given up on this connection"
+                )
             self._settle(number, wait_s)
             if (answer := self._ended.get(number)) is None:
                 self._under_way[number] = put
@@ -65,11 +74,22 @@ class PutLog:
                     self._ended.popitem(last=False)
             self._changed.notify_all()
 
-    def answer(self, number: int, wait_s: float) -> bytes | None:
-        """Return the answer to a put, None if it never ended. Raises as ``begin``."""
+    def answer(self, number: int, stream: Stream, wait_s: float) -> bytes | None:
+        """Return the answer to a put, None if it did not end: it is then no more done, except on
+        the connection that asks.
+
+        Raises:
+            KVHearthError: ``deadline`` if it is under way and does not end.
+        """
         with self._changed:
             self._settle(number, wait_s)
-            return self._ended.get(number)
+            found = self._ended.get(number)
+            if found is None:
+                self._asked[number] = stream
+                self._asked.move_to_end(number)
+                while len(self._asked) > _ASKED_MAX:
+                    self._asked.popitem(last=False)
+            return found
 
     def _settle(self, number: int, wait_s: float) -> None:
         put = self._under_way.get(number)
@@ -84,6 +104,7 @@ class RemoteSession:
     """One attached remote process.
 
     Attributes:
+        meter: counts what its identity uses.
         token: names the session to the gateway; the daemon's own never leaves the gateway.
         book: the grants of its group.
         mapping: the arena; None for a process that did not ask for it.
@@ -92,10 +113,16 @@ class RemoteSession:
     """
 
     def __init__(
-        self, identity: Identity, hello: Hello, session: Session, mapping: ArenaMapping | None
+        self,
+        identity: Identity,
+        meter: Meter,
+        hello: Hello,
+        session: Session,
+        mapping: ArenaMapping | None,
     ) -> None:
         self.token = secrets.token_urlsafe(32)
         self.identity = identity
+        self.meter = meter
         self.hello = hello
         self.daemon = session
         self.mapping = mapping
@@ -138,13 +165,19 @@ class RemoteSession:
                     Reason.TOO_MANY_SESSIONS,
                     f"the session has {most} connections for {purpose.name.lower()}; close some",
                 )
+            self.meter.open_connection()
             self._streams[stream] = purpose
 
     def leave(self, stream: Stream) -> None:
         """Remove a connection; its thread touches no slot any more."""
         with self._changed:
-            self._streams.pop(stream, None)
+            if self._streams.pop(stream, None) is not None:
+                self.meter.close_connection()
             self._changed.notify_all()
+
+    def note_held(self) -> None:
+        """Tell the meter what the group's book holds now."""
+        self.meter.hold(id(self.book), *self.book.held())
 
     def take_line(self, stream: Stream | None, expires: float = 0.0) -> None:
         """Set the life line, None for a broken one; an earlier one is ended."""
@@ -177,10 +210,14 @@ class Sessions:
 
     Args:
         url: the daemon.
+        meters: of the identities.
+        speaks: see ``hello_for``.
     """
 
-    def __init__(self, url: UnixUrl) -> None:
+    def __init__(self, url: UnixUrl, meters: Meters, *, speaks: bool) -> None:
         self.url = url
+        self._meters = meters
+        self._speaks = speaks
         self._lock = threading.Lock()
         self._by_token: dict[bytes, RemoteSession] = {}
         self._books: dict[GroupKey, Book] = {}
@@ -194,7 +231,20 @@ class Sessions:
         for each in self.all():
             if _precedes(each, identity, hello):
                 self.end(each, "followed")
-        session = attach(self.url, hello_for(identity, hello))
+        meter = self._meters.of(identity)
+        meter.open_session()
+        try:
+            opened = self._attach(identity, meter, hello)
+        except BaseException:
+            meter.close_session()
+            raise
+        with self._lock:
+            opened.book = self._books.setdefault(opened.group, opened.book)
+            self._by_token[_digest(opened.token)] = opened
+        return opened
+
+    def _attach(self, identity: Identity, meter: Meter, hello: Hello) -> RemoteSession:
+        session = attach(self.url, hello_for(identity, hello, speaks=self._speaks))
         with contextlib.ExitStack() as undo:
             undo.callback(session.goodbye)
             mapping = None
@@ -206,11 +256,8 @@ class Sessions:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            opened = RemoteSession(identity, hello, session, mapping)
+            opened = RemoteSession(identity, meter, hello, session, mapping)
             undo.pop_all()
-        with self._lock:
-            opened.book = self._books.setdefault(opened.group, opened.book)
-            self._by_token[_digest(opened.token)] = opened
         return opened
 
     def find(self, token: str) -> RemoteSession:
@@ -243,6 +290,8 @@ class Sessions:
         if over:
             # The scheduler's end is the group's: its other ranks must not write any more.
             settled = session.book.close(time.monotonic() + END_S) and settled
+            session.note_held()
+        session.meter.close_session()
         if session.mapping is not None:
             session.mapping.close()
         if settled:
@@ -260,8 +309,13 @@ class Sessions:
         )
 
 
-def hello_for(identity: Identity, hello: Hello) -> Hello:
-    """Return the gateway's hello for a remote process's."""
+def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
+    """Return the gateway's hello for a remote process's; the identity decides the tenant.
+
+    Args:
+        speaks: whether to name tenant and identity, which takes a user in ``gateway_uids``. If not,
+            the tenant is that of the gateway's own user.
+    """
     return replace(
         hello,
         pid=os.getpid(),
@@ -270,6 +324,8 @@ def hello_for(identity: Identity, hello: Hello) -> Hello:
         previous_drained=False,
         numa_node=-1,
         shared_index=False,
+        tenant=identity.tenant if speaks else "",
+        identity=identity.name if speaks else "",
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 _TICK_S = 1
 """Longest wait of one system call; a deadline is noticed this much later at most."""
 _TICK = struct.pack("@ll", _TICK_S, 0)
-_BUFFER_BYTES = 4 << 20
 _PARTS_MAX = 512
 """Most buffers of one system call; the kernel's bound is 1024."""
 
@@ -145,9 +144,3 @@ def prepare(connection: socket.socket, keepalive_s: float) -> None:
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * idle_s),
     ):
         connection.setsockopt(level, name, value)
-
-
-def widen(listener: socket.socket) -> None:
-    """Give the connections of a listener large buffers; the kernel may allow less."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+COUNTS_MAX = 256
+"""Most counts of one report."""
+
 
 class Tally:
     """Counters by name and label. Thread-safe."""

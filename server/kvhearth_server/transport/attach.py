@@ -29,6 +29,7 @@ from kvhearth_server.engine.engine import Attached, Engine
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
+from kvhearth_server.observability.metrics.gateway import GATEWAY_COUNTERS
 from kvhearth_server.ownership import open_to_all
 from kvhearth_server.transport.messages import plain_error, plain_text
 from kvhearth_server.transport.reports import named
@@ -134,6 +135,32 @@ class Admission:
                 f"no tenant is named {plain_text(hello.tenant)!r}; name one of the daemon's",
             )
         return wanted
+
+
+COUNTS_KIND = "counts"
+_COUNTS_MAX = 256
+
+
+def gateway_counts(message: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Return a gateway's counts, by counter and label, from its frame.
+
+    Raises:
+        KVHearthError: ``bad_message`` for any that is no counter of gateways.
+    """
+    rows = message.get("counts")
+    if not isinstance(rows, list) or len(rows) > _COUNTS_MAX or not all(map(_is_count, rows)):
+        raise KVHearthError(Reason.BAD_MESSAGE, "counts: not a list of a gateway's counters")
+    return {(name, label): count for name, label, count in rows}
+
+
+def _is_count(row: object) -> bool:
+    if not isinstance(row, list) or [type(each) for each in row] != [str, str, int]:
+        return False
+    name, label, count = row
+    known = GATEWAY_COUNTERS.get(name)
+    if known is None or not 0 <= count < 1 << 53:
+        return False
+    return label in known.only if known.label else not label
 
 
 def not_allowed(uid: int) -> KVHearthError:
@@ -315,17 +342,21 @@ class AttachServer:
     async def _handshake(
         self, connection: socket.socket, peer: Peer, decoder: FrameDecoder
     ) -> Attached | None:
-        """Return the session; None after a refusal, of a slow peer too, or a ``health``."""
+        """Return the session; None after a refusal, of a slow peer too, or a question that is no
+        hello.
+        """
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 self._take_place(deadline, peer.uid)
                 try:
-                    hello = await self._hello(connection, decoder)
+                    first = await self._first(connection, decoder)
                 finally:
                     self._silent.pop(deadline, None)
-                if hello is None:
-                    await self._send(connection, self._health(), [])
+                answer = self._answer(first, peer)
+                if answer is not None:
+                    await self._send(connection, answer, [])
                     return None
+                hello = Hello.from_message(first)
             tenant = self._admission.tenant(peer.uid, hello)
             async with self._turn:
                 await asyncio.sleep(0)
@@ -379,8 +410,19 @@ class AttachServer:
             "doors_shut": shut,
         }
 
-    async def _hello(self, connection: socket.socket, decoder: FrameDecoder) -> Hello | None:
-        """Return the first frame, or None if it asks for the daemon's health."""
+    def _answer(self, first: dict[str, Any], peer: Peer) -> dict[str, Any] | None:
+        """Return the answer to a first frame that is no hello; None for any other."""
+        if first == HEALTH_QUESTION:
+            return self._health()
+        if first.get("kind") != COUNTS_KIND:
+            return None
+        if peer.uid not in (*self._admission.gateway_uids, os.getuid()):
+            raise not_allowed(peer.uid)
+        self._engine.counters.add_all(gateway_counts(first))
+        return {"kind": "counted"}
+
+    async def _first(self, connection: socket.socket, decoder: FrameDecoder) -> dict[str, Any]:
+        """Return the first frame."""
         loop = asyncio.get_running_loop()
         heard = False
         while True:
@@ -397,7 +439,7 @@ class AttachServer:
             if len(messages) > 1:
                 raise KVHearthError(Reason.BAD_MESSAGE, "spoke before it was welcome")
             if messages:
-                return None if messages[0] == HEALTH_QUESTION else Hello.from_message(messages[0])
+                return messages[0]
 
     async def _life_line(self, connection: socket.socket, decoder: FrameDecoder) -> bool:
         """Wait for the end; return whether the client said that its copies are done."""

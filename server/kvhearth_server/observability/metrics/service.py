@@ -278,8 +278,8 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "grpc_door"),
-            *("http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
+            *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "gateway"),
+            *("grpc_door", "http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
             *("lag", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),

@@ -387,13 +387,13 @@ def probe_routes(engine: Engine) -> APIRouter:
 
     async def ready(verbose: Verbose = None) -> PlainTextResponse:
         """200 while stores and attaches are accepted, else 503; ``verbose`` lists the checks, each
-        tenant's memory, and the state of the SSD tier.
+        tenant's memory, and the state of the SSD tier and of the gateway.
         """
         checks = readiness(engine)
         good = all(checks.values())
         lines = [f"[{'+' if holds else '-'}]{name}" for name, holds in checks.items()]
         verdict = "ok" if good else "not ready"
-        more = [] if verbose is None else [*memory_lines(engine), *ssd_lines(engine)]
+        more = [] if verbose is None else _state_lines(engine)
         shown = [*lines, *more, verdict] if verbose is not None or not good else [verdict]
         return PlainTextResponse("\n".join(shown) + "\n", 200 if good else 503)
 
@@ -431,6 +431,12 @@ def readiness(engine: Engine) -> dict[str, bool]:
         "not-draining": not engine.draining,
         **{f"{door}-door: {reason}": False for door, reason in engine.doors_shut.items()},
     }
+
+
+def _state_lines(engine: Engine) -> list[str]:
+    gateway = engine.describe_gateway
+    lines = [] if gateway is None else [f"[i]{gateway()}"]
+    return [*memory_lines(engine), *ssd_lines(engine), *lines]
 
 
 def memory_lines(engine: Engine) -> list[str]:

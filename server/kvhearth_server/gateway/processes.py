@@ -1,0 +1,139 @@
+"""Gateway processes: started, watched and started again by the process that listens for them.
+
+A child's first line of stdin has its settings, and the end of stdin ends it; so it never outlives
+its parent. It writes a line to stdout once it serves. Network data is parsed in children only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvhearth_server.config.load import Settings
+from kvhearth_server.gateway.listeners import Place, listen_all
+from kvhearth_server.observability.logs import get_logger
+
+PASSED = (
+    *("socket_dir", "tenants", "listen", "tls_cert", "tls_key", "client_ca", "tokens_file"),
+    *("insecure", "attach_timeout_s", "log_level", "log_format"),
+)
+"""Settings that a child gets."""
+_PAUSE_FIRST_S = 0.1
+_PAUSE_MAX_S = 5.0
+_STEADY_S = 10.0
+_END_S = 10.0
+_log = get_logger("kvhearth.gateway")
+
+
+class GatewayProcesses:
+    """The gateway processes of one address.
+
+    Args:
+        settings: with ``listen``.
+        restarted: called after each end of a process that was not asked for.
+
+    Raises:
+        KVHearthError: ``socket_unusable``.
+    """
+
+    def __init__(self, settings: Settings, restarted: Callable[[], None]) -> None:
+        address = settings.listen_address
+        assert address is not None
+        self._settings = settings
+        self._restarted = restarted
+        self._places = listen_all(*address, settings.gateway_processes)
+        self._running: dict[int, asyncio.subprocess.Process] = {}
+        self._serving: set[int] = set()
+
+    @property
+    def port(self) -> int:
+        """The port that all processes share."""
+        _, listeners = self._places[0]
+        port: int = listeners[0].getsockname()[1]
+        return port
+
+    def describe(self) -> str:
+        """Return the state in a sentence."""
+        host = self._settings.listen.rpartition(":")[0]
+        serving = f"{len(self._serving)} of {len(self._places)}"
+        return f"gateway: {serving} processes serve {host}:{self.port}"
+
+    def hangup(self) -> None:
+        """Have all processes read their certificates and tokens again."""
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGHUP)
+
+    async def run(self) -> None:
+        """Run the processes until this is cancelled; then end them."""
+        async with asyncio.TaskGroup() as tasks:
+            for place, listeners in self._places:
+                tasks.create_task(self._keep(place, listeners))
+
+    async def _keep(self, place: Place, listeners: list[socket.socket]) -> None:
+        pause_s = _PAUSE_FIRST_S
+        while True:
+            began = time.monotonic()
+            code = await self._live(place, listeners)
+            self._restarted()
+            if time.monotonic() - began > _STEADY_S:
+                pause_s = _PAUSE_FIRST_S
+            _log.error("gateway.ended", index=place.index, code=code, again_in_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+    async def _live(self, place: Place, listeners: list[socket.socket]) -> int:
+        """Run one process; return its exit status."""
+        numbers = [each.fileno() for each in listeners]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvhearth_server.gateway"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=numbers,
+        )
+        self._running[place.index] = process
+        try:
+            await self._begin(process, place, numbers)
+            return await process.wait()
+        finally:
+            self._serving.discard(place.index)
+            del self._running[place.index]
+            await _end(process)
+
+    async def _begin(
+        self, process: asyncio.subprocess.Process, place: Place, numbers: list[int]
+    ) -> None:
+        message: dict[str, Any] = {
+            "settings": self._settings.model_dump(mode="json", include=set(PASSED)),
+            "index": place.index,
+            "ports": place.ports,
+            "listeners": numbers,
+        }
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            await process.stdin.drain()
+            if await process.stdout.readline():
+                self._serving.add(place.index)
+                _log.info("gateway.serving", index=place.index, port=self.port, pid=process.pid)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a process that may still run: by the end of its stdin, at last by a signal."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,98 @@
+"""``kvhearth serve --listen``: the daemon starts, watches, shows and ends its gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from support.daemon import Daemon, running_daemon, until
+from support.remote_raw import PAGE_BYTES, RawSession, close_all, hello_of, keys_of, refusal_of
+
+from kvhearth.wire.remote import Outcome
+
+
+def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
+    """Return the lines of one event in the daemon's log, of its gateways too."""
+    lines = [json.loads(line) for line in daemon.own_lines() if line[:1] == "{" and "}" in line]
+    return [line for line in lines if line.get("event") == name]
+
+
+def pids_of(daemon: Daemon) -> dict[int, int]:
+    """Return the gateway processes that serve, by index."""
+    found = {}
+    for line in events(daemon, "gateway.serving"):
+        found[line["index"]] = line["pid"]
+    return found
+
+
+def page(daemon: Daemon, path: str) -> str:
+    """Return a page of the daemon's HTTP."""
+    with urllib.request.urlopen(f"http://{daemon.ready()['http']}{path}", timeout=20) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def served_at(daemon: Daemon, count: int) -> int:
+    """Wait until that many processes have come up; return the port."""
+    until(lambda: len(events(daemon, "gateway.serving")) >= count, "the gateway serves")
+    port: int = events(daemon, "gateway.serving")[0]["port"]
+    return port
+
+
+def test_the_daemon_starts_and_restarts_its_gateway() -> None:
+    with running_daemon(listen="127.0.0.1:0", http="127.0.0.1:0") as daemon:
+        port = served_at(daemon, 1)
+        session = RawSession(port)
+        keys = keys_of(1)
+        payload = session.store(keys)
+        bad = session.reserve(1)
+        bad["offset"] += PAGE_BYTES
+        assert session.put(bad, bytes(PAGE_BYTES)) == [Outcome.FOREIGN_EXTENT]
+        assert refusal_of(lambda: session.open_calls("wrong")) == "unknown_token"
+        until(lambda: daemon.counters().get("gateway_bytes{in}"), "counts reach the daemon")
+        text = page(daemon, "/metrics")
+        assert 'kvhearth_gateway_refusals_total{reason="unknown_token"} 1.0' in text
+        assert 'kvhearth_gateway_extents_refused_total{outcome="foreign_extent"} 1.0' in text
+        assert f'kvhearth_gateway_bytes_total{{direction="in"}} {2 * PAGE_BYTES}.0' in text
+        line = f"[i]gateway: 1 of 1 processes serve 127.0.0.1:{port}"
+        assert line in page(daemon, "/readyz?verbose")
+        os.kill(pids_of(daemon)[0], signal.SIGKILL)
+        assert served_at(daemon, 2) == port
+        session = RawSession(port)
+        _, leased = session.look_up(keys)
+        assert session.get(leased)[1] == payload
+        session.bye()
+        daemon.wait_quiet()
+        assert daemon.counters()["gateway_restarts"] == 1
+        (child,) = pids_of(daemon).values()
+        daemon.terminate()
+        assert not Path(f"/proc/{child}").exists()
+    close_all()
+
+
+def test_a_gateway_ends_with_its_killed_daemon() -> None:
+    with running_daemon(listen="127.0.0.1:0") as daemon:
+        served_at(daemon, 1)
+        (child,) = pids_of(daemon).values()
+        daemon.kill()
+        until(lambda: not Path(f"/proc/{child}").exists(), "the gateway ends")
+
+
+def test_several_processes_share_a_port() -> None:
+    with running_daemon(listen="127.0.0.1:0", gateway_processes=2) as daemon:
+        port = served_at(daemon, 2)
+        ports = set()
+        for number in range(6):
+            hello = hello_of(engine_id=f"engine {number}")
+            session = RawSession(port, hello)
+            ports.add(session.port)
+            assert session.terms.port == session.port
+            session.store(keys_of(1))
+            session.bye()
+        assert ports == {port + 1, port + 2}
+        daemon.wait_quiet()
+    close_all()

@@ -1,0 +1,388 @@
+"""The guarded door: who comes in by a token or a certificate, and what a reload changes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.certificates import Authority
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config.load import Settings, load_settings
+from kvhearth_server.gateway.doors import Doors, Failures, tls_context
+from kvhearth_server.gateway.identity import Bounds, Identity, Role
+from kvhearth_server.gateway.roster import add_token, hash_of, new_token, read_roster
+
+pytestmark = pytest.mark.usefixtures("no_environment")
+
+A, B = "token-of-a-" + "x" * 30, "token-of-b-" + "y" * 30
+
+
+def scrypt_of(secret: str, n: int = 1024) -> str:
+    salt = b"s" * 16
+    found = hashlib.scrypt(secret.encode(), salt=salt, n=n, r=8, p=1, dklen=32)
+    return f"scrypt:{n}:8:1:{salt.hex()}:{found.hex()}"
+
+
+def written(path: Path, *rows: str, certificates: tuple[str, ...] = ()) -> Path:
+    """Write a file of identities that only its owner can read."""
+    path.touch(mode=0o600)
+    lists = [("tokens", rows), ("certificates", certificates)]
+    path.write_text(
+        "".join(f"{n}:\n" + "".join(f"- {{{r}}}\n" for r in rs) for n, rs in lists if rs)
+    )
+    return path
+
+
+def doors_of(tokens: Path | None = None, **settings: Any) -> Doors:
+    return Doors(Settings(listen="127.0.0.1:0", tokens_file=tokens, **settings))
+
+
+def refused(doors: Doors, secret: str, certificate: Any = None, address: str = "10.0.0.1") -> str:
+    with pytest.raises(KVHearthError) as caught:
+        doors.identify(secret, certificate, address)
+    assert caught.value.reason is Reason.PEER_NOT_ALLOWED
+    assert not secret or secret not in caught.value.message
+    return caught.value.message
+
+
+# -- settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:9461", "[::]:9461", "192.168.1.2:9461", "host:9461"])
+def test_a_door_that_others_reach_needs_tls_and_identities(address: str) -> None:
+    with pytest.raises(KVHearthError, match="tls_cert and tls_key, and tokens_file or client_ca"):
+        load_settings({"listen": address})
+    tls = {"tls_cert": "/c", "tls_key": "/k"}
+    with pytest.raises(KVHearthError, match="give tokens_file or client_ca, or a loopback"):
+        load_settings({"listen": address, **tls})
+    with pytest.raises(KVHearthError, match="give tls_cert and tls_key, or a loopback"):
+        load_settings({"listen": address, "tokens_file": "/t"})
+    for more in ({"insecure": True}, {**tls, "tokens_file": "/t"}, {**tls, "client_ca": "/a"}):
+        assert load_settings({"listen": address, **more}).listen == address
+
+
+def test_the_door_is_shut_by_default_and_open_on_loopback() -> None:
+    assert Settings().listen_address is None
+    for address in ("127.0.0.1:9461", "[::1]:9461", "localhost:9461"):
+        assert Settings(listen=address).listen_address is not None
+    with pytest.raises(KVHearthError, match="give tls_key, too"):
+        load_settings({"tls_cert": "/c"})
+    with pytest.raises(KVHearthError, match="client_ca: needs TLS"):
+        load_settings({"client_ca": "/c"})
+    with pytest.raises(KVHearthError, match="identity tells which"):
+        load_settings({"listen": "127.0.0.1:0", "tenants": ["a=1:64MiB", "b=2:64MiB"]})
+
+
+# -- tokens ------------------------------------------------------------------------------------
+
+
+def test_tokens_have_tenants_roles_and_bounds(tmp_path: Path) -> None:
+    doors = doors_of(
+        written(
+            tmp_path / "tokens",
+            f"name: a, tenant: t1, hash: '{hash_of(A)}', bounds: {{held_bytes: 1GiB, sessions: 2}}",
+            f"name: b, tenant: t2, role: reader, hash: '{scrypt_of(B)}'",
+        )
+    )
+    bounds = Bounds(sessions=2, held_bytes=1 << 30)
+    assert doors.identify(A, None) == Identity("a", "t1", Role.ENGINE, bounds)
+    for _ in range(2):  # hashed, then remembered
+        assert doors.identify(B, None) == Identity("b", "t2", Role.READER)
+    same = {refused(doors, wrong) for wrong in (A[:-1], B + "z", "\ud800", "x" * 256)}
+    assert len(same) == 1, "a refusal tells which token exists"
+    assert "token or certificate" in refused(doors, "")
+    assert doors.refusals == {"wrong_token": 4, "nothing_shown": 1}
+
+
+def test_wrong_tokens_cost_little_and_cut_off_nobody_else(tmp_path: Path) -> None:
+    """After some wrong ones an address is not hashed for; random and remembered tokens go on."""
+    hashed = []
+    doors = doors_of(
+        written(
+            tmp_path / "tokens",
+            f"name: a, tenant: t, hash: '{hash_of(A)}'",
+            f"name: b, tenant: t, hash: '{scrypt_of(B)}'",
+        )
+    )
+    doors.identify(B, None, "10.0.0.1")
+    scrypt = hashlib.scrypt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hashlib, "scrypt", lambda *a, **k: (hashed.append(1), scrypt(*a, **k))[1])
+        messages = [refused(doors, f"wrong-{number}") for number in range(100)]
+    assert len(hashed) <= 12
+    assert "too many wrong tokens" in messages[-1]
+    assert doors.identify(A, None, "10.0.0.1").name == "a"
+    assert doors.identify(B, None, "10.0.0.1").name == "b"
+    assert "no identity" in refused(doors, "wrong", address="10.0.0.2")
+
+
+def test_failures_are_forgotten_in_time_and_bounded() -> None:
+    now = [0.0]
+    failures = Failures(lambda: now[0])
+    for _ in range(20):
+        failures.note("2001:db8::1")
+    assert failures.wait_s("2001:db8::ffff") > 10, "an IPv6 site is one peer"
+    assert failures.wait_s("2001:db8:1::1") == 0
+    now[0] = 60.0
+    assert failures.wait_s("2001:db8::1") == 0
+    for number in range(10_000):
+        failures.note(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(failures._until) <= 4096
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("[1]", "two lists"),
+        ("tokens: 7", "a list of rows"),
+        ("tokens: [{name: a, tenant: t, hash: 'md5:00'}]", "sha256:HEX"),
+        ("tokens: [{name: a, tenant: t, hash: 'sha256:00'}]", "64 hex digits"),
+        ("tokens: [{name: a, tenant: 'T!', hash: x}]", "tenant name"),
+        ("tokens: [{tenant: t, hash: x}]", "name: write"),
+        ("tokens: [{name: a, tenant: t, role: root, hash: x}]", "role: write"),
+        ("tokens: [{name: a, tenant: t, hash: x, secret: y}]", "unknown field 'secret'"),
+        ("tokens: [{name: a, tenant: t, hash: x, bounds: {sessions: -1}}]", "numbers from 0"),
+        ("tokens: [{name: a, tenant: t, hash: x, bounds: {seats: 1}}]", "bounds: write"),
+        ("tokens: [{name: a, tenant: t, hash: 'scrypt:16:8:1:00:00'}]", "N is a power of 2"),
+        ("tokens: [{name: a, tenant: t, hash: 'scrypt:131072:99:1:00:00'}]", "cost too much"),
+        ("certificates: [{tenant: t}]", "name: write"),
+        ("certificates: [{name: n, tenant: t}]", "cn or its uri"),
+        ("certificates: [{cn: a, tenant: t}, {cn: a, tenant: u}]", "another tenant"),
+        ("tokens: [", "line 1: expected"),
+        ("tokens: &a [*a]", "more than"),
+    ],
+)
+def test_broken_files_are_refused_with_the_fix(tmp_path: Path, content: str, why: str) -> None:
+    path = tmp_path / "tokens"
+    path.touch(mode=0o600)
+    path.write_text(content)
+    with pytest.raises(KVHearthError) as caught:
+        doors_of(path)
+    assert caught.value.reason is Reason.CONFIG_INVALID
+    assert why in caught.value.message
+    assert "kvhearth token new" in caught.value.message
+
+
+def test_files_of_secrets_are_the_daemons_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "tokens", f"name: a, tenant: t, hash: '{hash_of(A)}'")
+    for mode in (0o640, 0o604, 0o620, 0o602):
+        path.chmod(mode)
+        with pytest.raises(KVHearthError, match=r"chmod (600|go-w)"):
+            doors_of(path)
+    with pytest.raises(KVHearthError, match="No such file"):
+        doors_of(tmp_path / "none")
+    cert, key = Authority(tmp_path).issue("localhost")
+    key.chmod(0o644)
+    with pytest.raises(KVHearthError, match=r"tls_key: .*chmod 600"):
+        tls_context(cert, key)
+
+
+# -- certificates ------------------------------------------------------------------------------
+
+
+def shown(cn: str = "", uri: str = "") -> dict[str, Any]:
+    """What ``getpeercert`` returns for such a certificate."""
+    return {
+        "subject": ((("organizationName", "o"),), (("commonName", cn),)),
+        "subjectAltName": (("DNS", "localhost"), *((("URI", uri),) if uri else ())),
+    }
+
+
+def test_certificates_name_tenants_by_the_file_only(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "tokens",
+        f"name: a, tenant: t1, hash: '{hash_of(A)}'",
+        certificates=(
+            "cn: gpu-7, tenant: t2, role: reader",
+            "uri: 'spiffe://x/engine', name: engines, tenant: t3",
+        ),
+    )
+    doors = doors_of(path)
+    assert doors.identify("", shown("gpu-7")) == Identity("gpu-7", "t2", Role.READER)
+    assert doors.identify("", shown("gpu-7", "spiffe://x/engine")).tenant == "t3"
+    assert doors.identify(A, shown("gpu-7")).tenant == "t1"
+    assert "certificate" in refused(doors, "", shown("a"))
+    assert "token" in refused(doors, "wrong", shown("gpu-7"))
+    two = {"subject": ((("commonName", "gpu-7"),), (("commonName", "other"),))}
+    assert "certificate" in refused(doors, "", two)
+
+
+class Server:
+    """Accepts TLS connections under the doors' present context, and echoes."""
+
+    def __init__(self, doors: Doors) -> None:
+        self.doors = doors
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self.identities: list[Identity | str] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+                self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(20)
+        context = self.doors.context
+        assert context is not None
+        try:
+            with context.wrap_socket(connection, server_side=True) as wrapped:
+                secret = wrapped.recv(256).decode().strip("-")
+                found = self.doors.identify(secret, wrapped.getpeercert() or None, "127.0.0.1")
+                self.identities.append(found)
+                while True:
+                    wrapped.sendall(f"{found.name}@{found.tenant}".encode())
+                    if not wrapped.recv(256):
+                        break
+        except (OSError, KVHearthError) as error:
+            self.identities.append(type(error).__name__)
+            connection.close()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@contextlib.contextmanager
+def served(doors: Doors) -> Iterator[Server]:
+    server = Server(doors)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def client(
+    server: Server, ca: Path, own: tuple[Path, Path] | None = None, secret: str = "-"
+) -> tuple[ssl.SSLSocket, str]:
+    """Connect, say a secret, and return the connection and the answer; "" if it was closed."""
+    context = ssl.create_default_context(cafile=str(ca))
+    if own is not None:
+        context.load_cert_chain(*own)
+    raw = socket.create_connection(server.address, timeout=20)
+    wrapped = context.wrap_socket(raw, server_hostname="127.0.0.1")
+    with contextlib.suppress(OSError):
+        wrapped.sendall(secret.encode())
+        return wrapped, wrapped.recv(256).decode()
+    return wrapped, ""
+
+
+def test_real_certificates_over_real_sockets(tmp_path: Path, authority: Authority) -> None:
+    cert, key = authority.issue("localhost")
+    path = written(tmp_path / "tokens", certificates=("cn: gpu-7, tenant: t2",))
+    doors = doors_of(path, tls_cert=cert, tls_key=key, client_ca=authority.path)
+    foreign = Authority(tmp_path, "foreign")
+    peers = {
+        "gpu-7@t2": authority.issue("gpu-7"),
+        "": authority.issue("gpu-8"),
+        " expired": authority.issue("gpu-7", days=-1, file="expired"),
+        " foreign": foreign.issue("gpu-7", file="foreign-7"),
+        " none": None,
+    }
+    with served(doors) as server:
+        for answer, own in peers.items():
+            wrapped, said = client(server, authority.path, own)
+            assert said == answer.partition(" ")[0], (answer, said)
+            wrapped.close()
+        assert wrapped.version() is None or wrapped.version() == "TLSv1.3"
+        old = ssl.create_default_context(cafile=str(authority.path))
+        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
+        raw = socket.create_connection(server.address, timeout=20)
+        with pytest.raises(OSError, match=r"(?i)ssl|protocol|reset"):
+            old.wrap_socket(raw, server_hostname="127.0.0.1")
+        raw.close()
+
+
+def test_without_a_map_a_certificate_is_the_only_tenants(
+    tmp_path: Path, authority: Authority
+) -> None:
+    cert, key = authority.issue("localhost")
+    tls = {"tls_cert": cert, "tls_key": key, "client_ca": authority.path}
+    doors = doors_of(None, **tls)
+    assert doors.identify("", shown("gpu-7")) == Identity("gpu-7", "default")
+    assert "token or certificate" in refused(doors, "anything")
+    only_tokens = written(tmp_path / "tokens", f"name: a, tenant: t, hash: '{hash_of(A)}'")
+    assert "certificate" in refused(doors_of(only_tokens, **tls), "", shown("gpu-7"))
+
+
+def test_a_reload_keeps_connections_and_a_broken_file_keeps_the_old(
+    tmp_path: Path, authority: Authority
+) -> None:
+    """New handshakes see the new certificate and tokens; the connection that lives goes on."""
+    cert, key = authority.issue("localhost")
+    path = written(tmp_path / "tokens", f"name: a, tenant: t1, hash: '{hash_of(A)}'")
+    doors = doors_of(path, tls_cert=cert, tls_key=key)
+    second = Authority(tmp_path, "second")
+    with served(doors) as server:
+        living, said = client(server, authority.path, secret=A)
+        assert said == "a@t1"
+        new_cert, new_key = second.issue("localhost", file="new")
+        cert.write_bytes(new_cert.read_bytes())
+        assert not doors.reload(), "the key does not fit"
+        client(server, authority.path, secret=A)[0].close()
+        key.write_bytes(new_key.read_bytes())
+        written(path, f"name: b, tenant: t2, hash: '{hash_of(B)}'")
+        assert doors.reload()
+        living.sendall(b"more")
+        assert living.recv(256) == b"a@t1"
+        living.close()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            client(server, authority.path)
+        found, said = client(server, second.path, secret=B)
+        assert said == "b@t2"
+        found.close()
+        refused_one, said = client(server, second.path, secret=A)
+        assert said == ""
+        refused_one.close()
+        path.write_text("tokens: [")
+        assert not doors.reload()
+        assert doors.identify(B, None).name == "b"
+
+
+# -- tokens that are made ----------------------------------------------------------------------
+
+
+def test_tokens_are_appended_and_comments_stay(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    tokens = [new_token() for _ in range(3)]
+    for number, token in enumerate(tokens):
+        add_token(path, Identity(f"n{number}", "t", Role.READER, Bounds(sessions=number)), token)
+        if not number:
+            path.write_text(
+                "# whose\n" + path.read_text() + "certificates:\n- {cn: x, tenant: t}\n"
+            )
+    assert path.read_text().startswith("# whose")
+    assert path.stat().st_mode & 0o777 == 0o600
+    doors = doors_of(path)
+    for number, token in enumerate(tokens):
+        assert token not in path.read_text()
+        bounds = Bounds(sessions=number)
+        assert doors.identify(token, None) == Identity(f"n{number}", "t", Role.READER, bounds)
+    assert len(read_roster(path).rows) == 4
+    with pytest.raises(KVHearthError, match="another tenant, role or bounds"):
+        add_token(path, Identity("n0", "other"), new_token())
+    path.write_text("tokens:\n  - {name: i, tenant: t, hash: '" + hash_of(A) + "'}  # deep\n")
+    add_token(path, Identity("j", "t"), tokens[0])
+    assert "# deep" in path.read_text()
+    assert len(read_roster(path).rows) == 2
