@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.daemon import Daemon, running_daemon, until
 from support.remote_raw import PAGE_BYTES, RawSession, close_all, hello_of, keys_of, refusal_of
 
@@ -74,10 +75,13 @@ def test_the_daemon_starts_and_restarts_its_gateway() -> None:
     close_all()
 
 
-def test_a_gateway_ends_with_its_killed_daemon() -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_gateway_ends_with_its_killed_daemon(*, stopped: bool) -> None:
     with running_daemon(listen="127.0.0.1:0") as daemon:
         served_at(daemon, 1)
         (child,) = pids_of(daemon).values()
+        if stopped:
+            os.kill(child, signal.SIGSTOP)
         daemon.kill()
         until(lambda: not Path(f"/proc/{child}").exists(), "the gateway ends")
 

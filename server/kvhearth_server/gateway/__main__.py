@@ -5,6 +5,7 @@ With arguments it is ``kvhearth gateway``.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from kvhearth_server.gateway.reporter import Reporter
 from kvhearth_server.gateway.server import Gateway, Limits
 from kvhearth_server.observability import logs
 
+_PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.001
 _STACK_BYTES = 512 << 10
 _DESCRIPTORS = 8192
@@ -77,6 +79,9 @@ def _watch_parent(stopping: threading.Event) -> None:
 
 def main() -> int:
     """Run a child of ``processes.GatewayProcesses``; return the exit status."""
+    # Listening sockets are inherited: a stopped or busy orphan would keep the address, and the
+    # arena, from the next parent. If the parent has died before, stdin is at its end.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     message = json.loads(sys.stdin.buffer.readline())
     settings = Settings(**message["settings"])
     logs.configure(settings.log_level, settings.log_format)
