@@ -20,7 +20,6 @@ from support.cached import (
     wrong_bytes,
 )
 from support.daemon import Daemon, running_daemon, until
-from support.relay import Relay, relay
 from support.remote_raw import GatewayProcess, gateway
 
 from kvhearth import PagedKV, connect
@@ -33,6 +32,7 @@ from kvhearth.session.remote_arena import RemoteArena
 from kvhearth.transfer.copier_pool import default_copier
 from kvhearth.wire.remote import Purpose
 from kvhearth_lab.harness.engine import contract_of
+from kvhearth_lab.harness.relay import Relay, relay
 
 OPTIONS = "call_ms=10000&lookup_ms=10000&heartbeat_ms=100&attach_ms=2000"
 
