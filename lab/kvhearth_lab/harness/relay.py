@@ -45,6 +45,7 @@ class Relay:
         garble: changes bytes on their way to the client, given the connection's purpose.
         delay_s: pause before each piece is forwarded, seconds.
         held: whether nothing is forwarded, while connections stay open.
+        away: whether new connections are closed at once.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.2") -> None:
@@ -53,6 +54,7 @@ class Relay:
         self.garble: Callable[[Purpose, bytes], bytes] = lambda purpose, data: data
         self.delay_s = 0.0
         self.held = False
+        self.away = False
         self._gateway = ("127.0.0.1", port)
         self._lock = threading.Lock()
         self._pairs: dict[_Pair, Purpose] = {}
@@ -88,6 +90,11 @@ class Relay:
         with self._lock:
             self._trap, self._left = _Trap(purpose, action), after_bytes
 
+    @property
+    def armed(self) -> bool:
+        """Whether a trap waits."""
+        return self._trap is not None
+
     def disarm(self) -> bool:
         """Remove the trap; False if it was sprung."""
         with self._lock:
@@ -122,7 +129,10 @@ class Relay:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            self._spawn(self._carry, near)
+            if self.away:
+                near.close()
+            else:
+                self._spawn(self._carry, near)
 
     def _carry(self, near: socket.socket) -> None:
         with near, contextlib.suppress(OSError), socket.create_connection(self._gateway) as far:
