@@ -525,7 +525,6 @@ def _nothing(_: str) -> None:
 
 
 ENGINE_ID_CHARS_MAX = 128
-_SOCKET_PATH_BYTES_MAX = 107
 
 
 def connect(
@@ -557,10 +556,6 @@ def connect(
     """
     address = parse_url(url)
     local = isinstance(address, UnixUrl)
-    if isinstance(address, UnixUrl) and (
-        len(os.fsencode(address.attach_path)) > _SOCKET_PATH_BYTES_MAX
-    ):
-        raise KVHearthError(Reason.BAD_URL, f"{address.attach_path!r} is too long for a socket")
     text = contract.to_json()
     if len(text) > CONTRACT_JSON_BYTES_MAX:
         raise KVHearthError(Reason.BAD_CONTRACT, "the contract's texts are too long")
@@ -581,7 +576,6 @@ def connect(
         rank=rank,
         map_arena=map_arena,
         pid=os.getpid(),
-        # Neither this host's NUMA nodes nor its memory mean anything on another one.
         numa_node=-1 if not local else own_node() if numa_node < 0 else numa_node,
         shared_index=local and scheduler and library() is not None,
     )

@@ -173,6 +173,7 @@ DaemonUrl = UnixUrl | RemoteUrl
 
 _CREDENTIALS = struct.Struct("3i")
 _UID_MAX = 2**32 - 2
+_SOCKET_PATH_BYTES_MAX = 107
 _TIMES = ("lookup_ms", "call_ms", "attach_ms", "heartbeat_ms")
 _CALLS = ("frames", "grpc")
 _SIZES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -200,7 +201,10 @@ def parse_url(url: str) -> DaemonUrl:
     options = _options(parts.query, readers)
     if options.get("daemon_uid") is not None and options.get("calls", _CALLS[0]) != _CALLS[0]:
         raise KVHearthError(Reason.BAD_URL, f"daemon_uid needs calls={_CALLS[0]}: gRPC hides users")
-    return UnixUrl(Path(unquote(parts.path)), **options)
+    found = UnixUrl(Path(unquote(parts.path)), **options)
+    if len(os.fsencode(found.attach_path)) > _SOCKET_PATH_BYTES_MAX:
+        raise KVHearthError(Reason.BAD_URL, f"{found.attach_path!r} is too long for a socket")
+    return found
 
 
 def _remote_url(url: str) -> RemoteUrl:

@@ -10,6 +10,7 @@ import errno
 import os
 import secrets
 import signal
+import ssl
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
+from kvhearth_server.gateway.doors import Doors
 from kvhearth_server.gateway.processes import GatewayProcesses
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan
@@ -52,6 +54,7 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.transport.attach import Admission, AttachServer, Tenancy
 from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.frames import CallsServer
+from kvhearth_server.transport.operators import Operators
 from kvhearth_server.transport.rpc.server import RpcServer
 
 if TYPE_CHECKING:
@@ -116,7 +119,8 @@ class Reloader:
         settings: those in force.
         again: reads them again; may wait for a file.
         engine: serves under them.
-        gateway: reads its certificates and tokens again, too.
+        doors: identities and certificates, which are read again, too.
+        gateway: its processes read theirs again, too.
     """
 
     def __init__(
@@ -124,10 +128,11 @@ class Reloader:
         settings: Settings,
         again: Callable[[], Settings],
         engine: Engine,
+        doors: Doors | None = None,
         gateway: GatewayProcesses | None = None,
     ) -> None:
         self._settings, self._again, self._engine = settings, again, engine
-        self._gateway = gateway
+        self._doors, self._gateway = doors, gateway
         self._busy = asyncio.Lock()
         self._hung_up = asyncio.Event()
 
@@ -141,8 +146,6 @@ class Reloader:
         while True:
             await self._hung_up.wait()
             self._hung_up.clear()
-            if self._gateway is not None:
-                self._gateway.hangup()
             with contextlib.suppress(KVHearthError):  # it is in the log
                 await self.reload()
 
@@ -168,6 +171,10 @@ class Reloader:
         except TimeoutError:
             message = f"the settings could not be read within {_RELOAD_S:g} s; try again"
             raise KVHearthError(Reason.CONFIG_INVALID, message) from None
+        if self._doors is not None:
+            await asyncio.to_thread(self._doors.reload)  # a broken file is in the log
+        if self._gateway is not None:
+            self._gateway.hangup()
         new, changed, restart = merged_settings(self._settings, read)
         raise_limit(new)
         budget = new.ssd_bytes_per_day if "ssd_bytes_per_day" in changed else None
@@ -178,10 +185,10 @@ class Reloader:
         return Reloaded(changed, restart)
 
 
-def _open_engine(
-    settings: Settings, arena: Arena, counters: Counters, tiers: Sequence[Tier]
-) -> Engine:
+def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Engine:
+    counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
+    engine.turns.watch(asyncio.get_running_loop())
     if settings.shared_index:
         engine.share_index()
     return engine
@@ -192,19 +199,19 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     stopping = _stop_signal(loop)
-    counters = Counters(COUNTERS)
-    engine = _open_engine(settings, arena, counters, tiers)
-    engine.turns.watch(loop)
-    supervisor = Supervisor(counters)
+    engine = _open_engine(settings, arena, tiers)
+    supervisor = Supervisor(engine.counters)
+    admin_token = secrets.token_hex(32)
+    operators = _operators(settings, admin_token)
     gateway = _open_gateway(settings, engine, supervisor)
-    _follow_hangups(Reloader(settings, again, engine, gateway), engine, supervisor)
+    reloader = Reloader(settings, again, engine, operators.doors, gateway)
+    _follow_hangups(reloader, engine, supervisor)
     background = ChecksumWorkers(
         engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
     )
-    admin_token = secrets.token_hex(32)
     dispatcher = Dispatcher(engine, background.verify_blocks)
     shares = door_shares(settings)
-    rpc = RpcServer(settings, engine, dispatcher, admin_token, shares.grpc)
+    rpc = RpcServer(settings, engine, dispatcher, operators, shares.grpc)
     calls = CallsServer(engine, dispatcher, shares, timeout_s=settings.attach_timeout_s)
     attach = AttachServer(
         engine,
@@ -212,7 +219,7 @@ async def _serve(
         timeout_s=settings.attach_timeout_s,
         descriptors_max=shares.attach,
     )
-    web = _open_web(settings, engine, admin_token, shares.http)
+    web = _open_web(settings, engine, operators, shares.http)
     _prepare_sockets(settings, admin_token)
     background.start()
     _spawn(settings, engine, background, supervisor)
@@ -394,6 +401,11 @@ def _shell(settings: Settings) -> EngineLimits:
     )
 
 
+def _operators(settings: Settings, admin_token: str) -> Operators:
+    doors = Doors(settings) if settings.tokens_file else None
+    return Operators(admin_token, read_token(settings), doors, guarded=settings.http_guarded)
+
+
 def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     """Make the directory, refuse a live daemon's sockets, remove a dead one's, write the admin
     token.
@@ -418,7 +430,7 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
 
 
 def _open_web(
-    settings: Settings, engine: Engine, admin_token: str, connections_max: int
+    settings: Settings, engine: Engine, operators: Operators, connections_max: int
 ) -> WebServer | None:
     """Bind the HTTP address and return the server; None if HTTP is off, which also saves its
     import.
@@ -430,7 +442,12 @@ def _open_web(
         return None
     from kvhearth_server.transport.web.server import WebServer
 
-    return WebServer(settings, engine, admin_token, connections_max, read_token(settings))
+    doors = operators.doors
+
+    def tls() -> ssl.SSLContext | None:
+        return doors.web_context if doors is not None and settings.http_guarded else None
+
+    return WebServer(settings, engine, operators, connections_max, tls)
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:

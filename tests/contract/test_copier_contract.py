@@ -15,7 +15,7 @@ import pytest
 import xxhash
 from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeDevice
-from support.fake_gateway import TOKEN, FakeGateway
+from support.fake_gateway import TOKEN, FakeGateway, RealDataPort
 from support.native import without_native
 
 from kvhearth.copiers import Copier, Done, HostCopier, Ticket
@@ -51,6 +51,7 @@ KINDS = [
     pytest.param("host-numpy"),
     pytest.param("host-fallback"),
     pytest.param("remote-direct"),
+    pytest.param("remote-gateway"),
     pytest.param("remote-fallback"),
     pytest.param("remote-staged"),
     pytest.param("remote-scripted", marks=NEEDS_TORCH),
@@ -113,7 +114,8 @@ class Rig:
 
     def _remote_copier(self, options: dict[str, Any]) -> Copier:
         """Return a copier over real connections to a gateway that serves the rig's arena."""
-        self.gateways.append(gateway := FakeGateway(self.arena))
+        own = RealDataPort if self.kind == "remote-gateway" else FakeGateway
+        self.gateways.append(gateway := own(self.arena))
         lines = DataLines(
             Dialer(RemoteUrl("127.0.0.1", gateway.port)),
             TOKEN,
@@ -139,7 +141,7 @@ class Rig:
                 lambda staging: CudaCopier(self.kv, staging, device=self.device),
                 **options,
             )
-        return RemoteCopier(self.kv, remote, direct=self.kind == "remote-direct", **options)
+        return RemoteCopier(self.kv, remote, direct=self.kind != "remote-staged", **options)
 
     def _base(self, *shape: int, dtype: str = "uint8") -> Any:
         remote_numpy = self.kind.startswith("remote") and self.kind != "remote-scripted"

@@ -42,9 +42,15 @@ def reference(logs: Path) -> Iterator[Reference]:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
+def reach() -> dict[str, object]:
+    """The daemon's settings for the way that its engines reach it: by its unix sockets."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def daemon(reach: dict[str, object]) -> Iterator[Daemon]:
     """A daemon whose arena outlives its process."""
-    with running_daemon(memory=DAEMON_MEMORY) as found:
+    with running_daemon(memory=DAEMON_MEMORY, **reach) as found:
         yield found
 
 

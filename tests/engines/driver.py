@@ -28,6 +28,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 LINE_BYTES_MAX = 1 << 24
 
 
@@ -36,10 +37,19 @@ def serve(door: int, log: int, environment: dict[str, str]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
+    if name := os.environ.get("KVHEARTH_TEST_NETWORK"):
+        _enter_network(name)
     # Every process forked from here on, above all the engine's core, dies with its parent.
     os.register_at_fork(after_in_child=_die_with_parent)
     asyncio.run(_serve(socket.socket(fileno=door)))
     return 0
+
+
+def _enter_network(name: str) -> None:
+    """Move this thread, and all that it starts, to a network namespace of ``support.networks``."""
+    with open(f"/run/netns/{name}", encoding="ascii") as namespace:
+        found = ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET)
+    assert found == 0, os.strerror(ctypes.get_errno())
 
 
 def _die_with_parent() -> None:

@@ -92,7 +92,12 @@ PATIENT = "call_ms=4000&lookup_ms=4000&heartbeat_ms=200"
 
 
 def connector(
-    daemon: Daemon | Path, role: str = "kv_both", *, patient: bool = True, **extra: Any
+    daemon: Daemon | Path,
+    role: str = "kv_both",
+    *,
+    patient: bool = True,
+    host: str = "127.0.0.1",
+    **extra: Any,
 ) -> dict[str, Any]:
     """The README's flag for a daemon or its socket directory.
 
@@ -101,12 +106,18 @@ def connector(
         role: the ``kv_role``.
         patient: wait long for answers and load every hit; otherwise the connector's own waits. The
             tiny models compute faster than they load.
+        host: where the daemon's gateway is, if it has one: the engine then goes through it.
         extra: further entries of ``kv_connector_extra_config``.
     """
-    folder = daemon.socket_dir if isinstance(daemon, Daemon) else daemon
-    options: dict[str, Any] = {"url": f"kvhearth+unix://{folder}", "policy": "always"}
+    words = PATIENT if patient else ""
+    if isinstance(daemon, Daemon) and "listen" in daemon.settings:
+        url = daemon.remote_url(words, host)
+    else:
+        folder = daemon.socket_dir if isinstance(daemon, Daemon) else daemon
+        url = f"kvhearth+unix://{folder}?{words}"
+    options: dict[str, Any] = {"url": url, "policy": "always"}
     if patient:
-        options |= {"url": f"{options['url']}?{PATIENT}", "lookup_wait_ms": 8000}
+        options |= {"lookup_wait_ms": 8000}
     return {
         "kv_connector": "KVHearthConnector",
         "kv_role": role,

@@ -29,7 +29,7 @@ from engines.kit import (
     warm,
     whole_blocks,
 )
-from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
+from support.daemon import Daemon, directories, free_port, running_daemon, stopped_daemon, until
 
 LENGTH = 1000
 SERVED = whole_blocks(LENGTH)
@@ -39,10 +39,16 @@ wait in the connector ends, with room for a busy machine.
 """
 
 
+@pytest.fixture(scope="module", params=["unix", "remote"])
+def reach(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The daemon's settings for engines on this host, and for those of another one."""
+    return {"listen": f"127.0.0.1:{free_port()}"} if request.param == "remote" else {}
+
+
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
+def daemon(reach: dict[str, object]) -> Iterator[Daemon]:
     """A daemon that is not started: the first test needs it absent."""
-    with stopped_daemon(memory="256MiB") as found:
+    with stopped_daemon(memory="256MiB", **reach) as found:
         yield found
 
 
@@ -69,6 +75,11 @@ def served(engine: Engine, daemon: Daemon) -> Iterator[Engine]:
     wait_settled(daemon)
     daemon.stats()
     engine.reset()
+
+
+def another(reach: dict[str, object]) -> dict[str, object]:
+    """The settings of a further daemon that is reached in the same way."""
+    return {name: f"127.0.0.1:{free_port()}" for name in reach}
 
 
 @contextlib.contextmanager
@@ -214,11 +225,13 @@ def _plant_wrong_bytes(daemon: Daemon, every: int) -> None:
 
 
 @pytest.mark.parametrize("every", [16 << 10, 4 << 20], ids=["all blocks", "some blocks"])
-def test_wrong_bytes_are_caught(reference: Reference, logs: Path, every: int) -> None:
+def test_wrong_bytes_are_caught(
+    reference: Reference, logs: Path, reach: dict[str, object], every: int
+) -> None:
     """Uses a poisoned cache, once with the engine that stored it and once with a fresh one."""
     texts = [prompt(f"poisoned {number}") for number in range(4)]
     expected = reference.answers(texts)
-    with running_daemon(memory="64MiB") as daemon:
+    with running_daemon(memory="64MiB", **another(reach)) as daemon:
         options = arguments(kv_transfer_config=connector(daemon))
         with running_engine(logs, **options) as engine:
             wait_attached(daemon)
@@ -243,11 +256,11 @@ def _caught(daemon: Daemon) -> int:
     return sum(count for name, count in counters.items() if any(one in name for one in names))
 
 
-def test_full(reference: Reference, logs: Path) -> None:
+def test_full(reference: Reference, logs: Path, reach: dict[str, object]) -> None:
     """A daemon with room for 24 blocks and an engine that makes 50."""
     texts = [prompt(f"full {number}", 700) for number in range(10)]
     expected = reference.answers(texts)
-    with running_daemon(memory="12MiB") as daemon:
+    with running_daemon(memory="12MiB", **another(reach)) as daemon:
         options = arguments(kv_transfer_config=connector(daemon))
         with running_engine(logs, **options) as engine:
             wait_attached(daemon)

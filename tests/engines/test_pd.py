@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,25 +21,52 @@ from engines.kit import (
     wait_stored,
     whole_blocks,
 )
-from support.daemon import Daemon
+from support.daemon import Daemon, free_port
+from support.networks import NETWORK_ENV, Hosts, two_hosts
 
 LENGTH = 1000
 SERVED = whole_blocks(LENGTH)
 
 
+@pytest.fixture(scope="module", params=["unix", "remote"])
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts | None]:
+    """The engines' hosts: that of the daemon, or two networks of their own."""
+    if request.param == "unix":
+        yield None
+    else:
+        with two_hosts() as found:
+            yield found
+
+
 @pytest.fixture(scope="module")
-def prefill(logs: Path, daemon: Daemon) -> Iterator[Engine]:
-    """The engine that prefills."""
-    options = arguments(kv_transfer_config=connector(daemon, "kv_producer"))
-    with running_engine(logs, **options) as found:
+def reach(hosts: Hosts | None) -> dict[str, object]:
+    """The daemon's settings for the way that its engines reach it."""
+    return {} if hosts is None else {"listen": f"0.0.0.0:{free_port()}", "insecure": True}
+
+
+@contextlib.contextmanager
+def engine_of(
+    logs: Path, daemon: Daemon, hosts: Hosts | None, number: int, role: str
+) -> Iterator[Engine]:
+    """Yield the engine of a role, on the host of that number."""
+    place = {} if hosts is None else {"host": hosts.gateways[number]}
+    environment = {} if hosts is None else {NETWORK_ENV: hosts.names[number]}
+    options = arguments(kv_transfer_config=connector(daemon, role, **place))
+    with running_engine(logs, environment, **options) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def decode(logs: Path, daemon: Daemon) -> Iterator[Engine]:
+def prefill(logs: Path, daemon: Daemon, hosts: Hosts | None) -> Iterator[Engine]:
+    """The engine that prefills."""
+    with engine_of(logs, daemon, hosts, 0, "kv_producer") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def decode(logs: Path, daemon: Daemon, hosts: Hosts | None) -> Iterator[Engine]:
     """The engine that decodes."""
-    options = arguments(kv_transfer_config=connector(daemon, "kv_consumer"))
-    with running_engine(logs, **options) as found:
+    with engine_of(logs, daemon, hosts, 1, "kv_consumer") as found:
         wait_attached(daemon, 2)
         yield found
 

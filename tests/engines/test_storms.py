@@ -24,13 +24,19 @@ from engines.kit import (
     wait_stored,
     whole_blocks,
 )
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, free_port, running_daemon, until
 
 ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "4"))
 REQUESTS = 30
 """Requests of one round; 34 rounds make the thousand of the requirement."""
 LOADED = "vllm:kvhearth_load_bytes"
 SEED = int(os.environ.get("KVHEARTH_STORM_SEED", "5"))
+
+
+@pytest.fixture(scope="module", params=["unix", "remote"])
+def reach(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The daemon's settings for engines on this host, and for those of another one."""
+    return {"listen": f"127.0.0.1:{free_port()}"} if request.param == "remote" else {}
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +106,10 @@ def test_abort_storm(engine: Engine, daemon: Daemon, reference: Reference) -> No
 
 
 @pytest.fixture
-def own_daemon() -> Iterator[Daemon]:
+def own_daemon(reach: dict[str, object]) -> Iterator[Daemon]:
     """A daemon without any other engine."""
-    with running_daemon(memory="256MiB") as found:
+    own = {name: f"127.0.0.1:{free_port()}" for name in reach}
+    with running_daemon(memory="256MiB", **own) as found:
         yield found
 
 

@@ -13,6 +13,7 @@ from kvhearth_server.config.load import Settings
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.exposition import metrics_page
 from kvhearth_server.observability.metrics import COUNTERS
+from kvhearth_server.transport.operators import Operators
 from kvhearth_server.transport.web.routes import describe, make_app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ END = "<!-- End of the generated part. -->\n"
 def openapi() -> dict[str, Any]:
     """Return the description of the HTTP application, which needs no daemon."""
     engine = cast("Any", SimpleNamespace(boot_id="", counters=Counters(COUNTERS)))
-    return describe(make_app(engine, Settings(), ""))
+    return describe(make_app(engine, Settings(), Operators("")))
 
 
 def modules_section() -> str:

@@ -30,6 +30,7 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
 from kvhearth.wire.handshake import encode_frame
 from kvhearth.wire.remote import DataFrame, DataKind, Identify, Outcome, Purpose, preface
+from kvhearth_lab.harness.engine import contract_of
 
 OK, FOREIGN = Outcome.OK, Outcome.FOREIGN_EXTENT
 
@@ -233,6 +234,11 @@ def test_malformed_data_frames_end_the_connection(far: RawSession, data: bytes) 
     assert ended(far.data)
 
 
+def test_a_refusal_is_read_even_by_a_peer_that_goes_on_sending(far: RawSession) -> None:
+    far.data.sendall(DataFrame(DataKind.PUT, 1, 1, 1 << 40).pack() + bytes(8 << 20))
+    assert refusal_of(far.answer) == "bad_message"
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -389,3 +395,31 @@ def _attaches(port: int) -> bool:
     except KVHearthError:
         return False
     return True
+
+
+def test_ranks_write_what_their_scheduler_reserves(pair: tuple[Daemon, GatewayProcess]) -> None:
+    daemon, served = pair
+    contract = contract_of(PAGE_BYTES, shards=2)
+    first = RawSession(served.port, hello_of(contract))
+    second = RawSession(served.port, hello_of(contract, scheduler=False, rank=1))
+    keys = keys_of(1)
+    extents = first.reserve(1)
+    payload = os.urandom(2 * PAGE_BYTES)
+    summed(extents, payload)
+    assert first.put(extents[:1], payload[:PAGE_BYTES]) == [OK]
+    assert second.put(extents[1:], payload[PAGE_BYTES:]) == [OK]
+    first.commit(keys, extents)
+    _, leased = first.look_up(keys)
+    assert second.get(leased[1:])[1] == payload[PAGE_BYTES:]
+    more = first.reserve(1)
+    first.bye()
+    assert ended(second.line), "a group ends with its scheduler"
+    second.close()
+    daemon.wait_quiet()
+    assert len(more) == 2
+
+
+def test_an_abort_of_a_whole_engine_in_doubt_frees_its_slots(far: RawSession) -> None:
+    extents = far.reserve(1)
+    reply = far.abort(extents, in_doubt=True)
+    assert (reply.freed_slots, reply.quarantined_slots) == (1, 0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import secrets
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,13 +20,15 @@ from support.cached import (
     computed,
     wrong_bytes,
 )
-from support.daemon import Daemon, running_daemon, until
+from support.certificates import Authority
+from support.daemon import Daemon, free_port, running_daemon, until
 from support.remote_raw import GatewayProcess, gateway
 
 from kvhearth import PagedKV, connect
 from kvhearth.client import KVClient
 from kvhearth.copiers.base import CopyKind, Done
 from kvhearth.copiers.remote import RemoteCopier
+from kvhearth.errors import Reason
 from kvhearth.model import U8, Records
 from kvhearth.results import CommitGroup
 from kvhearth.session.remote_arena import RemoteArena
@@ -33,6 +36,8 @@ from kvhearth.transfer.copier_pool import default_copier
 from kvhearth.wire.remote import Purpose
 from kvhearth_lab.harness.engine import contract_of
 from kvhearth_lab.harness.relay import Relay, relay
+from kvhearth_server.gateway.identity import Identity
+from kvhearth_server.gateway.roster import add_token
 
 OPTIONS = "call_ms=10000&lookup_ms=10000&heartbeat_ms=100&attach_ms=2000"
 
@@ -172,7 +177,21 @@ def test_bytes_that_the_network_garbles_are_never_served(
     until(lambda: engine.load(keys).usable_blocks == 16, "loads again")
 
 
-def test_a_killed_gateway_is_a_miss_until_the_next_one(
+def test_a_killed_gateway_is_replaced(served: tuple[Daemon, GatewayProcess]) -> None:
+    daemon, process = served
+    keys = keys_of(16)
+    with cached_engine(url_of(process.port)) as engine:
+        assert engine.store(keys).stored == 16
+        session = engine.client.session_id
+        os.kill(process.child, signal.SIGKILL)
+        until(lambda: engine.client.session_id not in ("", session), "attached again")
+        assert engine.client.wait_ready(DONE_S)
+        assert engine.load(keys).usable_blocks == 16
+        assert engine.store(keys_of(4)).stored == 4
+    daemon.wait_quiet()
+
+
+def test_without_a_gateway_all_is_a_miss_until_the_next_one(
     served: tuple[Daemon, GatewayProcess],
 ) -> None:
     daemon, process = served
@@ -180,6 +199,7 @@ def test_a_killed_gateway_is_a_miss_until_the_next_one(
     with cached_engine(url_of(process.port)) as engine:
         assert engine.store(keys).stored == 16
         process.end(signal.SIGKILL)
+        until(lambda: not engine.client.session_id, "its end is noticed")
         began = time.monotonic()
         for _ in range(3):
             assert engine.load(keys).usable_blocks == 0
@@ -216,7 +236,7 @@ def test_kills_while_bytes_move_serve_no_wrong_byte(
 ) -> None:
     daemon, process = served
     keys = keys_of(64)
-    with contextlib.ExitStack() as later, cached_engine(url_of(process.port)) as engine:
+    with cached_engine(url_of(process.port)) as engine:
         assert engine.store(keys).stored == 64
         for turn in range(4):
             begun = [engine.begin_load(keys) for _ in range(2)]
@@ -224,10 +244,7 @@ def test_kills_while_bytes_move_serve_no_wrong_byte(
             if turn % 2:
                 daemon.restart()
             else:
-                process.end(signal.SIGKILL)
-                process = later.enter_context(
-                    gateway(daemon.socket_dir, "--listen", f"127.0.0.1:{process.port}")
-                )
+                os.kill(process.child, signal.SIGKILL)
             assert all(each.result(DONE_S) is not None for each in begun)
             begun_store.result(DONE_S)
             until(lambda: engine.client.wait_ready(1.0), "attached again")
@@ -265,3 +282,34 @@ def test_two_ranks_store_and_load_their_shards(served: tuple[Daemon, GatewayProc
     finally:
         assert [client.close() for client in clients] == [True, True]
     daemon.wait_quiet()
+
+
+@pytest.mark.parametrize("own_certificate", [False, True], ids=["token", "certificate"])
+def test_an_identity_over_tls(tmp_path: Path, own_certificate: bool) -> None:
+    """Only the URL differs: its scheme, and files that prove who calls."""
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("gateway")
+    own, own_key = authority.issue("far")
+    (secret := tmp_path / "token").write_text("kvh_far_" + "x" * 40)
+    tokens = tmp_path / "tokens.yaml"
+    settings: dict[str, object] = {"tls_cert": cert, "tls_key": key, "tokens_file": tokens}
+    if own_certificate:
+        tokens.write_text("certificates:\n- {cn: far, name: far, tenant: default}\n")
+        tokens.chmod(0o600)
+        settings["client_ca"] = authority.path
+        proof = f"&cert={own}&key={own_key}"
+    else:
+        add_token(tokens, Identity("far", "default"), secret.read_text())
+        proof = f"&token_file={secret}"
+    settings["listen"] = f"127.0.0.1:{free_port()}"
+    with running_daemon(memory="32MiB", **settings) as daemon:
+        url = daemon.remote_url(f"{OPTIONS}&ca={authority.path}{proof}").replace("://", "s://", 1)
+        keys = keys_of(32)
+        with cached_engine(url) as engine:
+            assert engine.store(keys).stored == 32
+            assert engine.load(keys).usable_blocks == 32
+        stranger = connect(url.replace(proof, ""), CONTRACT, engine_id="stranger")
+        refusal = until(lambda: stranger.refusal, "a stranger is refused")
+        assert refusal.reason is Reason.PEER_NOT_ALLOWED
+        stranger.close()
+        assert "x" * 40 not in daemon.log_text()

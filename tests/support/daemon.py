@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,13 @@ def until(
         if time.monotonic() > end:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on."""
+    with socket.create_server(("", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Daemon(harness.Daemon):

@@ -6,7 +6,8 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,13 @@ from kvhearth.wire.remote import (
     Purpose,
     purpose_of,
 )
+from kvhearth_server.gateway.book import Book, Place, Put
+from kvhearth_server.gateway.data import DataConnection
+from kvhearth_server.gateway.identity import Identity
+from kvhearth_server.gateway.meter import Meters
+from kvhearth_server.gateway.sessions import PutLog
+from kvhearth_server.gateway.streams import Stream
+from kvhearth_server.gateway.tally import Tally
 from support.arena_fake import FakeArena
 
 TOKEN = "secret-of-the-session"
@@ -95,6 +103,11 @@ class FakeGateway:
             opening = _frame(stream)
             assert opening.kind is DataKind.OPEN
             assert _exactly(stream, opening.payload_bytes).decode() == TOKEN
+            self._answer_all(stream)
+
+    def _answer_all(self, stream: socket.socket) -> None:
+        """Answer the requests of one connection."""
+        with contextlib.suppress(ConnectionError, struct.error):
             while True:
                 frame = _frame(stream)
                 self.frames.append(frame.kind)
@@ -168,6 +181,47 @@ class FakeGateway:
     def _bytes_of(self, extent: Any) -> Any:
         start = int(extent["offset"])
         return self.arena.view(int(extent["segment"]))[start : start + int(extent["length"])]
+
+
+class RealDataPort(FakeGateway):
+    """The gateway's own code for data connections, over a fake arena whose extents are all granted.
+
+    The arena is asked whether it is alive before and after each copy, as by a copier.
+    """
+
+    def __init__(self, arena: FakeArena) -> None:
+        self._session: Any = SimpleNamespace(
+            mapping=arena,
+            book=_Granted(arena),
+            puts=PutLog(),
+            identity=Identity("test", "default"),
+            meter=Meters().of(Identity("test", "default")),
+        )
+        super().__init__(arena)
+
+    def _answer_all(self, stream: socket.socket) -> None:
+        with contextlib.suppress(OSError, KVHearthError):
+            DataConnection(
+                Stream(stream, 5.0), self._session, Tally(), window_bytes=1 << 24, frame_s=20.0
+            ).serve()
+
+
+class _Granted(Book):
+    """Grants of everything."""
+
+    def __init__(self, arena: FakeArena) -> None:
+        super().__init__()
+        self._arena = arena
+
+    def begin_put(self, put: Put, extents: Sequence[tuple[int, Place]]) -> list[Outcome]:
+        """See ``Book.begin_put``."""
+        self._arena.alive()
+        return [Outcome.OK] * len(extents)
+
+    def readable(self, extents: Sequence[tuple[int, Place]]) -> list[bool]:
+        """See ``Book.readable``."""
+        self._arena.alive()
+        return [True] * len(extents)
 
 
 def _frame(stream: socket.socket) -> DataFrame:

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -101,9 +102,11 @@ def gateway(socket_dir: Path, *flags: str) -> Iterator[GatewayProcess]:
 _opened: list[socket.socket] = []
 
 
-def connect(port: int) -> socket.socket:
+def connect(port: int, tls: ssl.SSLContext | None = None) -> socket.socket:
     """Return a connection to a gateway, which ``close_all`` closes."""
     _opened.append(socket.create_connection(("127.0.0.1", port), WAIT_S))
+    if tls is not None:
+        _opened[-1] = tls.wrap_socket(_opened[-1], server_hostname="localhost")
     return _opened[-1]
 
 
@@ -141,8 +144,15 @@ class RawSession:
     """A life line, connections for calls and data, and requests by hand."""
 
     def __init__(
-        self, port: int, hello: Hello | None = None, *, secret: str = "", resume: str = ""
+        self,
+        port: int,
+        hello: Hello | None = None,
+        *,
+        secret: str = "",
+        resume: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         self._number = 0
         self._begin(port, Identify(secret, resume))
         if resume:
@@ -161,7 +171,7 @@ class RawSession:
 
     def _begin(self, port: int, identify: Identify) -> None:
         self.port = port
-        self.line = connect(port)
+        self.line = connect(port, self._tls)
         self.line.sendall(preface(Purpose.LIFE_LINE) + encode_frame(identify.to_message()))
 
     def _greet(self, hello: Hello) -> None:
@@ -177,7 +187,7 @@ class RawSession:
 
     def open_calls(self, token: str) -> socket.socket:
         """Return a connection for calls, whose opening was answered."""
-        connection = connect(self.port)
+        connection = connect(self.port, self._tls)
         connection.sendall(
             preface(Purpose.CALLS) + frames.encode(frames.OPEN, 0, token.encode(), 512)
         )
@@ -189,7 +199,7 @@ class RawSession:
 
     def open_data(self, token: str) -> socket.socket:
         """Return a connection for data."""
-        connection = connect(self.port)
+        connection = connect(self.port, self._tls)
         header = DataFrame(DataKind.OPEN, 0, 0, len(token)).pack()
         connection.sendall(preface(Purpose.DATA) + header + token.encode())
         return connection

@@ -17,7 +17,7 @@ import typer
 from kvhearth_server.cli import app
 
 PROGRAMS = Path(sys.executable).parent
-WITHOUT_JSON = {"serve"}
+WITHOUT_JSON = {"gateway", "serve"}
 """Verbs that print nothing on stdout; the daemon's log is JSON off a terminal."""
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
-import ipaddress
 import socket
 import ssl
 import threading
@@ -14,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from support.certificates import Authority
 from support.fake_daemon import until
 
 from kvhearth.errors import KVHearthError, Reason
@@ -280,55 +274,21 @@ def test_a_resumption_that_fails_is_tried_until_its_time_is_over() -> None:
 # -- TLS -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Certificates:
-    """A certificate of 127.0.0.1, and one that another issuer signed."""
-
-    own: str
-    own_key: str
-    foreign: str
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    folder = tmp_path_factory.mktemp("certificates")
-    paths = {}
-    for name in ("own", "foreign"):
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        now = datetime.datetime.now(datetime.UTC)
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        made = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(subject)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-            .sign(key, hashes.SHA256())
-        )
-        pem = serialization.Encoding.PEM
-        paths[name] = folder / f"{name}.pem"
-        paths[name].write_bytes(made.public_bytes(pem))
-        paths[f"{name}.key"] = folder / f"{name}.key"
-        paths[f"{name}.key"].write_bytes(
-            key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        )
-    return Certificates(str(paths["own"]), str(paths["own.key"]), str(paths["foreign"]))
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
 
 
 @pytest.fixture
-def context(certificates: Certificates) -> ssl.SSLContext:
+def context(authority: Authority) -> ssl.SSLContext:
     made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    made.load_cert_chain(certificates.own, certificates.own_key)
+    made.load_cert_chain(*authority.issue("gateway"))
     return made
 
 
-def test_a_life_line_over_tls(certificates: Certificates, context: ssl.SSLContext) -> None:
+def test_a_life_line_over_tls(authority: Authority, context: ssl.SSLContext) -> None:
     script = Script(dropping(), resuming, tls=context)
-    session = attached(script, tls=True, ca=certificates.own)
+    session = attached(script, tls=True, ca=str(authority.path))
     until(lambda: _readable(session))
     session.mend()
     session.mend()  # tickets of TLS make it readable too
@@ -338,19 +298,18 @@ def test_a_life_line_over_tls(certificates: Certificates, context: ssl.SSLContex
     script.end()
 
 
-def test_a_certificate_that_is_not_trusted(
-    certificates: Certificates, context: ssl.SSLContext
-) -> None:
+def test_a_certificate_that_is_not_trusted(tmp_path: Path, context: ssl.SSLContext) -> None:
+    foreign = Authority(tmp_path, "foreign")
     script = Script(welcoming, tls=context)
-    error = refusal_of(script, tls=True, ca=certificates.foreign)
+    error = refusal_of(script, tls=True, ca=str(foreign.path))
     assert error.reason is Reason.PEER_NOT_ALLOWED
     assert "ca=" in error.message
     script.end()
 
 
 def test_a_client_without_tls_and_one_with_it_at_a_plain_gateway(
-    certificates: Certificates, context: ssl.SSLContext
+    authority: Authority, context: ssl.SSLContext
 ) -> None:
     assert refusal_of(Script(welcoming, tls=context)).reason is Reason.DAEMON_AWAY
     plain = Script(welcoming)
-    refusal_of(plain, tls=True, ca=certificates.own, attach_ms=500)
+    refusal_of(plain, tls=True, ca=str(authority.path), attach_ms=500)

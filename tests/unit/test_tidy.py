@@ -19,10 +19,13 @@ FUNCTION_LINES_MAX = 70
 
 CATCH_ALL_ALLOWED = frozenset(
     {
-        "client/kvhearth/transports/frames.py",  # a failed connection is not used again
+        # a failed connection is not used again
+        "client/kvhearth/transports/frames.py",
+        "client/kvhearth/transports/tcp.py",
         # thread mains and supervised tasks: their exceptions are counted and logged
         "client/kvhearth/copiers/cuda.py",
         "client/kvhearth/copiers/host.py",
+        "client/kvhearth/copiers/remote.py",
         "client/kvhearth/session/manager.py",
         "client/kvhearth/worker_thread.py",
         "client/kvhearth/session/link.py",

@@ -57,7 +57,7 @@ more than a copy. Measured.
 _INNER_WAIT_S = 1.0
 _JOIN_S = 0.5
 _OK = int(Outcome.OK)
-_FAILURES = {
+_FAILURES: dict[int, BlockFailure] = {
     Outcome.STALE_GENERATION: BlockFailure.STALE_GENERATION,
     Outcome.CHECKSUM_MISMATCH: BlockFailure.CHECKSUM_MISMATCH,
     Outcome.FOREIGN_EXTENT: BlockFailure.BAD_EXTENT,
@@ -121,7 +121,7 @@ class RemoteCopier:
             direct = shortest >= min(DIRECT_RUN_BYTES, kv.page_bytes)
         self._way: _Direct | _Staged
         self._inner: Copier | None = None
-        portion_bytes = PORTION_BYTES
+        portion_bytes = min(PORTION_BYTES, arena.lines.window_bytes)
         if direct and make_inner is None:
             self._way = _Direct(kv)
         else:
@@ -374,7 +374,7 @@ class _Portion(Request):
     def end(self, outcomes: bytes) -> None:
         """See ``data.Request``."""
         failures = {
-            index: _FAILURES.get(Outcome(outcome), BlockFailure.COPY_FAILED)
+            index: _FAILURES.get(outcome, BlockFailure.COPY_FAILED)
             for index, outcome in enumerate(outcomes or bytes([Outcome.UNKNOWN]) * self.count)
             if outcome != _OK
         }

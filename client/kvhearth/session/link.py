@@ -197,6 +197,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 _REDIRECTS_MAX = 4
+_CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
+"""Words in the names of TLS's alerts about a client's certificate."""
 
 
 class RemoteSession(Session):
@@ -489,6 +491,13 @@ def _check_descriptors(hello: Hello, welcome: Welcome, descriptors: list[int]) -
 def _translate(error: OSError, url: DaemonUrl, place: str) -> KVHearthError:
     if isinstance(error, TimeoutError):
         return KVHearthError(Reason.DEADLINE, f"no answer at {place} in {url.attach_ms} ms")
+    alert = getattr(error, "reason", "") if isinstance(error, ssl.SSLError) else ""
+    if any(word in str(alert) for word in _CERTIFICATE_ALERTS):
+        return KVHearthError(
+            Reason.PEER_NOT_ALLOWED,
+            f"{place} takes no client without a certificate that it trusts ({alert}): name one by "
+            "cert= and key=",
+        )
     if isinstance(error, PermissionError):
         return KVHearthError(
             Reason.SOCKET_UNUSABLE,

@@ -18,10 +18,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from logging import WARNING
 from typing import Any, Protocol
 
-from kvhearth.counters import log_event
+from kvhearth.counters import Warnings
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.transports.tcp import Dialer
 from kvhearth.wire.frames import decode_status
@@ -33,6 +32,8 @@ PORTION_BYTES = 4 << 20
 spend twice the processor time a byte on waking each other, and beyond 4 MiB nothing is gained. A
 connection takes no further request while more is unanswered.
 """
+GETS_IN_ROW_MAX = 8
+"""Gets that go before a put that waits."""
 UNANSWERED_MAX = 64
 """Most unanswered requests of a connection."""
 TRIES_MAX = 2
@@ -114,9 +115,12 @@ class DataLines:
         self.alive = alive
         self.stall_s = stall_s
         self.numbers = itertools.count(1)
+        self.warnings = Warnings()
         self.closed = False
         self.changed = threading.Condition()
-        self._waiting: deque[Request] = deque()
+        self._gets: deque[Request] = deque()
+        self._puts: deque[Request] = deque()
+        self._gets_in_row = 0
         self._idle = 0
         self._lines: list[_Line] = []
         self._count = count
@@ -130,8 +134,9 @@ class DataLines:
             return
         with self.changed:
             if not self.closed:
-                self._waiting.append(request)
-                if len(self._waiting) > self._idle and len(self._lines) < self._count:
+                (self._gets if request.kind is DataKind.GET else self._puts).append(request)
+                waiting = len(self._gets) + len(self._puts)
+                if waiting > self._idle and len(self._lines) < self._count:
                     self._lines.append(_Line(self))
                 self.changed.notify()
                 return
@@ -155,12 +160,12 @@ class DataLines:
                 self._idle += 1
                 self.changed.wait(wait_s)
                 self._idle -= 1
-            return self._waiting.popleft() if self._fits(kind, room_bytes) else None
+            return self._pop() if self._fits(kind, room_bytes) else None
 
     def drop(self) -> Request | None:
         """Take the next request of any kind, to end it; None if there is none."""
         with self.changed:
-            return self._waiting.popleft() if self._waiting else None
+            return self._pop() if self._gets or self._puts else None
 
     def interrupt(self) -> None:
         """End all waits for the network: the session is over."""
@@ -176,8 +181,9 @@ class DataLines:
             return True
         with self.changed:
             self.closed = True
-            lines, left = list(self._lines), list(self._waiting)
-            self._waiting.clear()
+            lines, left = list(self._lines), [*self._gets, *self._puts]
+            self._gets.clear()
+            self._puts.clear()
             self.changed.notify_all()
         for request in left:
             request.end(b"")
@@ -186,12 +192,23 @@ class DataLines:
         return all(ended)
 
     def _fits(self, kind: DataKind | None, room_bytes: int) -> bool:
-        if not self._waiting:
+        if not (self._gets or self._puts):
             return False
-        head = self._waiting[0]
+        head = self._next()[0]
         if kind is not None and (kind is not head.kind or head.payload_bytes > room_bytes):
             return False
         return head.prepare()
+
+    def _next(self) -> deque[Request]:
+        """Return the queue whose turn it is: loads go first, since requests wait for them."""
+        if not self._puts or (self._gets and self._gets_in_row < GETS_IN_ROW_MAX):
+            return self._gets
+        return self._puts
+
+    def _pop(self) -> Request:
+        chosen = self._next()
+        self._gets_in_row = self._gets_in_row + 1 if chosen is self._gets else 0
+        return chosen.popleft()
 
     def _forget(self) -> None:
         """Close a forked child's copies of the connections."""
@@ -362,8 +379,8 @@ class _Line:
     def _broken(self, error: Exception) -> None:
         """Hang up; keep the requests that may be tried again, and end the others."""
         if self._lines.alive() and not self._lines.closed:
-            log_event(
-                WARNING, "data.broken", "a connection for bytes broke, opening another", error=error
+            self._lines.warnings.warn(
+                "data.broken", "a connection for bytes broke, opening another", error=error
             )
         self._hang_up()
         begun = [*self._unanswered, *self._again]

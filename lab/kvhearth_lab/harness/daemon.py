@@ -256,6 +256,15 @@ class Daemon:
         """Return the URL for clients."""
         return f"kvhearth+unix://{self.socket_dir}?{options}"
 
+    def remote_url(
+        self,
+        options: str = "call_ms=10000&lookup_ms=10000&heartbeat_ms=200",
+        host: str = "127.0.0.1",
+    ) -> str:
+        """Return the URL for clients of its gateway, which the setting ``listen`` starts."""
+        port = str(self.settings["listen"]).rpartition(":")[2]
+        return f"kvhearth://{host}:{port}?{options}"
+
     def admin(self, call: Callable[[Stub, Metadata], Reply]) -> Reply:
         """Return ``call(stub, metadata)``, made on a channel of its own.
 

@@ -12,7 +12,7 @@ import typer
 from kvhearth_server.cli.serve import given, with_flags_of
 from kvhearth_server.config.load import Settings, load_settings
 from kvhearth_server.gateway.doors import Doors
-from kvhearth_server.gateway.processes import PASSED, GatewayProcesses
+from kvhearth_server.gateway.processes import SETTINGS, GatewayProcesses
 from kvhearth_server.observability import logs
 
 EPILOG = (
@@ -22,7 +22,7 @@ EPILOG = (
 LISTEN_DEFAULT = "127.0.0.1:9461"
 
 
-@with_flags_of(Settings, PASSED)
+@with_flags_of(Settings, SETTINGS)
 def gateway(
     config: Path | None = None,
     processes: Annotated[

@@ -72,9 +72,14 @@ class _Lease:
 
 
 class Book:
-    """Grants of one group."""
+    """Grants of one group.
+
+    Attributes:
+        ranks: those of its ranks that are attached through this gateway.
+    """
 
     def __init__(self) -> None:
+        self.ranks: set[int] = set()
         self._changed = threading.Condition()
         self._writable: dict[int, tuple[Place, int]] = {}
         self._reservations: OrderedDict[int, set[int]] = OrderedDict()

@@ -139,9 +139,7 @@ class DataConnection:
         book = self._session.book
         outcomes: list[int] = list(book.begin_put(put, [(one.slot, one.place) for one in extents]))
         try:
-            for at, each in enumerate(extents):
-                if outcomes[at] == Outcome.OK and not self._live(each):
-                    outcomes[at] = Outcome.STALE_GENERATION
+            self._mark_stale(extents, outcomes)
             for first, last in _batches(extents, outcomes):
                 batch = extents[first:last]
                 if outcomes[first] != Outcome.OK:
@@ -152,10 +150,17 @@ class DataConnection:
                     outcomes[first + at] = Outcome.CHECKSUM_MISMATCH
             if not self._mapping.alive():
                 raise KVHearthError(Reason.DAEMON_AWAY, "the daemon ended; attach again")
+            self._mark_stale(extents, outcomes)
         finally:
             book.end_put(put)
         self._count(outcomes)
         return outcomes
+
+    def _mark_stale(self, extents: list[_Extent], outcomes: list[int]) -> None:
+        """Note the extents whose slots have left use."""
+        for at, each in enumerate(extents):
+            if outcomes[at] == Outcome.OK and not self._live(each):
+                outcomes[at] = Outcome.STALE_GENERATION
 
     def _wrong(self, batch: Sequence[_Extent]) -> list[int]:
         """Return which extents' bytes are not those of their checksums."""

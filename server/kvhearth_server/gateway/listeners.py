@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from kvhearth.errors import KVHearthError, Reason
 
-_BUFFER_BYTES = 4 << 20
 _BACKLOG = 256
 _PORT_MAX = 65535
 
@@ -43,9 +42,6 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Accepted connections inherit them; the kernel may allow less.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except OSError as error:

@@ -20,11 +20,13 @@ from kvhearth_server.config.load import Settings
 from kvhearth_server.gateway.listeners import Place, listen_all
 from kvhearth_server.observability.logs import get_logger
 
-PASSED = (
+SETTINGS = (
     *("socket_dir", "tenants", "listen", "tls_cert", "tls_key", "client_ca", "tokens_file"),
     *("insecure", "attach_timeout_s", "log_level", "log_format"),
 )
-"""Settings that a child gets."""
+"""Settings of a gateway."""
+_PASSED = frozenset((*SETTINGS, "memory", "slab_bytes", "slot_bytes_min"))
+"""Settings that a child gets: those of memory, by which the tenants' are checked, too."""
 _PAUSE_FIRST_S = 0.1
 _PAUSE_MAX_S = 5.0
 _STEADY_S = 10.0
@@ -111,7 +113,7 @@ class GatewayProcesses:
         self, process: asyncio.subprocess.Process, place: Place, numbers: list[int]
     ) -> None:
         message: dict[str, Any] = {
-            "settings": self._settings.model_dump(mode="json", include=set(PASSED)),
+            "settings": self._settings.model_dump(mode="json", include=set(_PASSED)),
             "index": place.index,
             "ports": place.ports,
             "listeners": numbers,

@@ -266,8 +266,7 @@ class Gateway:
             self._opened(guest)
             over = self._hold(session, stream)
         except KVHearthError as error:
-            with contextlib.suppress(OSError):
-                stream.send([encode_frame(refused(error))], time.monotonic() + 1)
+            stream.refuse(encode_frame(refused(error)))
             raise
         finally:
             if meter is not None:
@@ -384,11 +383,7 @@ class Gateway:
             served.serve()
         except KVHearthError as error:
             status = frames.encode_status(error)
-            with contextlib.suppress(OSError):
-                stream.send(
-                    [frames.HEADER.pack(len(status), frames.REFUSED, 0) + status],
-                    time.monotonic() + 1,
-                )
+            stream.refuse(frames.HEADER.pack(len(status), frames.REFUSED, 0) + status)
             raise
         finally:
             if served is not None:
@@ -415,8 +410,7 @@ class Gateway:
         except KVHearthError as error:
             status = frames.encode_status(error)
             header = DataFrame(DataKind.REFUSED, 0, 0, len(status)).pack()
-            with contextlib.suppress(OSError):
-                stream.send([header + status], time.monotonic() + 1)
+            stream.refuse(header + status)
             raise
         finally:
             if session is not None:

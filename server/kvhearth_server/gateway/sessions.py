@@ -240,6 +240,7 @@ class Sessions:
             raise
         with self._lock:
             opened.book = self._books.setdefault(opened.group, opened.book)
+            opened.book.ranks.add(hello.rank)
             self._by_token[_digest(opened.token)] = opened
         return opened
 
@@ -278,17 +279,19 @@ class Sessions:
             return list(self._by_token.values())
 
     def end(self, session: RemoteSession, why: str) -> None:
-        """End a session after its transfers, and tell the daemon. Idempotent."""
+        """End a session after its transfers, and tell the daemon; the scheduler's end is that of
+        its ranks' sessions, too. Idempotent.
+        """
         with self._lock:
             if self._by_token.pop(_digest(session.token), None) is None:
                 return
-            alone = not any(each.group == session.group for each in self._by_token.values())
-            over = alone or session.hello.scheduler
+            session.book.ranks.discard(session.hello.rank)
+            others = [each for each in self._by_token.values() if each.group == session.group]
+            over = not others or session.hello.scheduler
             if over and self._books.get(session.group) is session.book:
                 del self._books[session.group]
         settled = session.shut()
         if over:
-            # The scheduler's end is the group's: its other ranks must not write any more.
             settled = session.book.close(time.monotonic() + END_S) and settled
             session.note_held()
         session.meter.close_session()
@@ -307,6 +310,9 @@ class Sessions:
             identity=session.identity.name,
             settled=settled,
         )
+        if over:
+            for each in others:
+                self.end(each, "scheduler left")
 
 
 def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 _TICK_S = 1
 """Longest wait of one system call; a deadline is noticed this much later at most."""
 _TICK = struct.pack("@ll", _TICK_S, 0)
+_LINGER_S = 1.0
+_WASTE_BYTES = 64 << 10
 _PARTS_MAX = 512
 """Most buffers of one system call; the kernel's bound is 1024."""
 
@@ -108,6 +110,18 @@ class Stream:
                 raise TimeoutError
             _advance(left, count)
 
+    def refuse(self, data: bytes) -> None:
+        """Send a last frame, and drop what the peer still sends, so that it can read the frame: the
+        kernel would reset a connection that is closed with unread bytes. Takes a second or two.
+        """
+        with contextlib.suppress(OSError):
+            end = time.monotonic() + _LINGER_S
+            self.send([data], end)
+            socket.socket.shutdown(self.socket, socket.SHUT_WR)
+            waste = [memoryview(bytearray(_WASTE_BYTES))]
+            while time.monotonic() < end:
+                self._receive(waste)
+
     def end(self) -> None:
         """Make the thread that waits on the connection return, with an ``OSError``."""
         with contextlib.suppress(OSError):
@@ -131,8 +145,9 @@ def _advance(parts: list[memoryview], count: int) -> None:
 
 
 def prepare(connection: socket.socket, keepalive_s: float) -> None:
-    """Set a TCP connection's options: no delay, large buffers, and a look whether the peer lives
-    after ``keepalive_s`` of silence or of bytes that it does not acknowledge.
+    """Set a TCP connection's options: no delay, and a look whether the peer lives after
+    ``keepalive_s`` of silence or of bytes that it does not acknowledge. The kernel chooses the
+    buffers: a size of ours would end its tuning, below what it may reach by itself.
     """
     idle_s = max(1, int(keepalive_s))
     for level, name, value in (

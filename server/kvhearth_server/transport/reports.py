@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -41,6 +42,10 @@ _BUMPS_A_SECOND = 16
 _bumps = LimitedLog(get_logger("kvhearth.audit"), Throttle(burst=_BUMPS_A_SECOND))
 
 
+operator: ContextVar[str] = ContextVar("operator", default="")
+"""Name of the identity behind a request; "" for the daemon's own tokens."""
+
+
 @contextlib.contextmanager
 def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[str, object]]:
     """Log ``admin.VERB`` when the block ends, with its result: done, cancelled (the operator hung
@@ -66,7 +71,8 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
         raise
     finally:
         say = _log.info if result == "done" else _log.warning
-        say(f"admin.{verb}", result=result, door=door, peer=peer, **details)
+        by = named(operator.get())
+        say(f"admin.{verb}", result=result, door=door, peer=peer, **by, **details)
 
 
 def bumped(record: SessionRecord, epoch: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
@@ -18,7 +17,8 @@ from kvhearth_server.engine import snapshot as admin_work
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.transport import reports
 from kvhearth_server.transport.messages import plain_text
-from kvhearth_server.transport.reports import Actions, message_of, refused
+from kvhearth_server.transport.operators import Operators, Right
+from kvhearth_server.transport.reports import Actions, message_of, operator, refused
 from kvhearth_server.transport.rpc.errors import Context, guarded, metadata_value
 
 _SSD_ONLY = "it is on SSD only: a lookup with prefetch, or a prefetch, loads it first"
@@ -100,10 +100,10 @@ Reply = TypeVar("Reply")
 class AdminService:
     """Reads the engine's state; ``Evict``, ``ForgetNamespace`` and ``Drain`` change it."""
 
-    def __init__(self, engine: Engine, admin_token: str) -> None:
+    def __init__(self, engine: Engine, operators: Operators) -> None:
         self._engine = engine
         self._actions = Actions(engine, "grpc")
-        self._admin_token = admin_token
+        self._operators = operators
 
     def admit(self, context: Context) -> str:
         """Refuse a caller without admin rights; return the name that operators share.
@@ -111,12 +111,13 @@ class AdminService:
         Raises:
             KVHearthError: ``not_admin``.
         """
-        given = metadata_value(context, ADMIN_TOKEN_KEY)
-        if not hmac.compare_digest(given.encode(), self._admin_token.encode()):
+        right, name = self._operators.at_once(metadata_value(context, ADMIN_TOKEN_KEY))
+        if right < Right.ALL:
             refused("grpc", context.peer())
             raise KVHearthError(
                 Reason.NOT_ADMIN, "send the content of admin.token of the socket directory"
             )
+        operator.set(name)
         return "operator"
 
     async def _run(self, context: Context, work: Callable[[], Reply | Awaitable[Reply]]) -> Reply:

@@ -26,6 +26,7 @@ from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.ownership import open_to_all, open_to_owner
 from kvhearth_server.transport.dispatch import Dispatcher
+from kvhearth_server.transport.operators import Operators
 from kvhearth_server.transport.rpc.admin import AdminService
 from kvhearth_server.transport.rpc.errors import Context, MessageGuard, guarded, metadata_value
 
@@ -302,14 +303,14 @@ class RpcServer:
         settings: Settings,
         engine: Engine,
         dispatcher: Dispatcher,
-        admin_token: str,
+        operators: Operators,
         connections_max: int,
     ) -> None:
         self._engine = engine
         self._health = health.aio.HealthServicer()
         self._telling: asyncio.Task[None] | None = None
         self._cache = CacheService(engine, dispatcher)
-        self._admin = AdminService(engine, admin_token)
+        self._admin = AdminService(engine, operators)
         self._connections_max = connections_max
         admin = settings.admin_socket
         self._doors = [

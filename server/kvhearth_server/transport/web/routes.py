@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import json
 import re
 import sys
@@ -30,7 +29,8 @@ from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.snapshot import take_snapshot, take_ssd
 from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.transport import reports
-from kvhearth_server.transport.reports import Actions, refused
+from kvhearth_server.transport.operators import Operators, Right
+from kvhearth_server.transport.reports import Actions, operator, refused
 from kvhearth_server.transport.web import problems
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
 from kvhearth_server.transport.web.protocol import REFUSED
@@ -121,7 +121,9 @@ def _bare(host: str) -> str:
 
 _BEARER = HTTPBearer(
     auto_error=False,
-    description="The content of admin.token; for lists also that of the setting read_token_file.",
+    description="The content of admin.token, or the token of an identity of tokens_file whose role "
+    "is admin; for lists also the content of the setting read_token_file, and where the address is "
+    "guarded for sums also the token of a reader.",
 )
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 Digest = Annotated[
@@ -143,32 +145,52 @@ class Tokens:
         KVHearthError: ``not_admin``.
     """
 
-    def __init__(self, admin: str, read: str) -> None:
-        self._admin = admin.encode()
-        self._read = read.encode()
+    def __init__(self, operators: Operators) -> None:
+        self._operators = operators
 
-    async def admin(self, given: Credentials, caller: CallContext) -> None:
+    async def admin(self, given: Credentials, request: Request, caller: CallContext) -> None:
         """Admit the admin token."""
-        if not self._is(given, self._admin):
-            refused("http", caller)
-            raise KVHearthError(
-                Reason.NOT_ADMIN,
-                "send the content of admin.token of the socket directory as a bearer token",
-            )
+        await self._admit(
+            given,
+            request,
+            caller,
+            Right.ALL,
+            "send the content of admin.token of the socket directory as a bearer token",
+        )
 
-    async def reader(self, given: Credentials, caller: CallContext) -> None:
+    async def reader(self, given: Credentials, request: Request, caller: CallContext) -> None:
         """Admit the read token, if there is one, or the admin token."""
-        if not (self._is(given, self._admin) or (self._read and self._is(given, self._read))):
-            refused("http", caller)
-            raise KVHearthError(
-                Reason.NOT_ADMIN,
-                "send the content of the daemon's read_token_file as a bearer token, or that of "
-                "admin.token of the socket directory",
-            )
+        await self._admit(
+            given,
+            request,
+            caller,
+            Right.LISTS,
+            "send the content of the daemon's read_token_file as a bearer token, or that of "
+            "admin.token of the socket directory",
+        )
 
-    @staticmethod
-    def _is(given: HTTPAuthorizationCredentials | None, token: bytes) -> bool:
-        return given is not None and hmac.compare_digest(given.credentials.encode(), token)
+    async def sums(self, request: Request, caller: CallContext) -> None:
+        """Admit everyone, or readers where the address is guarded."""
+        if self._operators.guarded:
+            given = await _BEARER(request)
+            message = "send the token of an identity whose role is reader or admin as bearer token"
+            await self._admit(given, request, caller, Right.SUMS, message)
+
+    async def _admit(
+        self,
+        given: HTTPAuthorizationCredentials | None,
+        request: Request,
+        caller: str,
+        least: Right,
+        message: str,
+    ) -> None:
+        token = given.credentials if given is not None else ""
+        address = request.client.host if request.client else ""
+        right, name = await self._operators.rights(token, address)
+        if right < least:
+            refused("http", caller)
+            raise KVHearthError(Reason.NOT_ADMIN, message)
+        operator.set(name)
 
 
 PORTION_S = 0.001
@@ -302,7 +324,7 @@ def state_routes(engine: Engine, tokens: Tokens) -> APIRouter:
     lists = APIRouter(dependencies=[Depends(tokens.reader)], responses=problem_responses(403, 503))
     documents = Documents(engine)
 
-    @router.get("/stats")
+    @router.get("/stats", dependencies=[Depends(tokens.sums)])
     async def stats() -> reports.Stats:
         """Statistics of the daemon."""
         return reports.stats(engine)
@@ -375,8 +397,10 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
 Verbose = Annotated[str | None, Query(description="List every check.", max_length=8)]
 
 
-def probe_routes(engine: Engine) -> APIRouter:
-    """Build the probe routes that any client may read who reaches the address."""
+def probe_routes(engine: Engine, tokens: Tokens, *, guarded: bool) -> APIRouter:
+    """Build the probe routes that any client may read who reaches the address, and those of sums,
+    which need a token where the address is guarded.
+    """
     router = APIRouter(tags=["probes"])
     exposition = Exposition(lambda: take_snapshot(engine))
 
@@ -393,7 +417,8 @@ def probe_routes(engine: Engine) -> APIRouter:
         good = all(checks.values())
         lines = [f"[{'+' if holds else '-'}]{name}" for name, holds in checks.items()]
         verdict = "ok" if good else "not ready"
-        more = [] if verbose is None else _state_lines(engine)
+        brief = verbose is None or guarded
+        more = [] if brief else _state_lines(engine)
         shown = [*lines, *more, verdict] if verbose is not None or not good else [verdict]
         return PlainTextResponse("\n".join(shown) + "\n", 200 if good else 503)
 
@@ -409,6 +434,7 @@ def probe_routes(engine: Engine) -> APIRouter:
     @router.get(
         "/metrics",
         response_class=PlainTextResponse,
+        dependencies=[Depends(tokens.sums)],
         responses={200: {"content": {"application/openmetrics-text": {}}}},
     )
     async def metrics(request: Request) -> Response:
@@ -416,7 +442,7 @@ def probe_routes(engine: Engine) -> APIRouter:
         body, content_type = await exposition.scrape(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    @router.get("/version")
+    @router.get("/version", dependencies=[Depends(tokens.sums)])
     async def version() -> reports.Version:
         """Versions of the distribution and of the protocol."""
         return reports.version(engine)
@@ -467,7 +493,7 @@ def ssd_lines(engine: Engine) -> list[str]:
 API_VERSION = "1"
 
 
-def make_app(engine: Engine, settings: Settings, admin_token: str, read_token: str = "") -> FastAPI:
+def make_app(engine: Engine, settings: Settings, operators: Operators) -> FastAPI:
     """Build the application over an engine; all of it runs on the engine's loop."""
     app = FastAPI(
         title="KVHearth",
@@ -479,11 +505,13 @@ def make_app(engine: Engine, settings: Settings, admin_token: str, read_token: s
         responses=problem_responses(400, 408, 413, 421, 500),
     )
     problems.install(app, engine)
-    app.include_router(probe_routes(engine))
-    tokens = Tokens(admin_token, read_token)
+    tokens = Tokens(operators)
+    app.include_router(probe_routes(engine, tokens, guarded=operators.guarded))
     app.include_router(state_routes(engine, tokens))
     app.include_router(admin_routes(engine, settings, tokens))
-    app.add_middleware(Bounds, engine=engine, any_host=settings.http_insecure)
+    app.add_middleware(
+        Bounds, engine=engine, any_host=settings.http_insecure or settings.http_routable
+    )
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, get_logger
+from kvhearth_server.transport.operators import Operators
 from kvhearth_server.transport.web.protocol import (
     BoundedProtocol,
     Places,
@@ -32,6 +34,10 @@ _STOP_S = 2.0
 _TICK_S = 1.0
 _ACCEPT_PAUSE_S = 1 / 512
 """Least time between two connections; the others wait in the kernel's queue."""
+_HANDSHAKE_PAUSE_S = 1 / 64
+"""The same under TLS, whose handshakes take a millisecond of the daemon's loop each."""
+_HANDSHAKE_S = 5.0
+_HANDSHAKES_MAX = 64
 _ACCEPTED_AT_ONCE = 8
 _ACCEPT_AGAIN_S = 0.05
 _BACKLOG = 512
@@ -67,10 +73,18 @@ class Listener:
     Args:
         host, port: the address; port 0 takes any free one.
         places: how many connections may be open, and who is told of refusals.
+        tls: returns the context of the next connection; None for plain HTTP.
     """
 
-    def __init__(self, host: str, port: int, places: Places) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        places: Places,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+    ) -> None:
         self._places = places
+        self._tls = tls
         self._host = host
         self._port = port
         self._socket: socket.socket | None = None
@@ -104,7 +118,7 @@ class Listener:
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, self._tls)
         self._task = asyncio.create_task(self._server.serve([]), name="http")
         while not self._server.started:
             if self._task.done():
@@ -127,10 +141,11 @@ class Listener:
 class _Server(uvicorn.Server):
     """Leaves signals to the daemon, and wakes once a second instead of ten times."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: Callable[[], ssl.SSLContext | None]) -> None:
         super().__init__(config)
         self.end = asyncio.Event()
-        self._making = set[asyncio.Task[Any]]()
+        self._tls = tls
+        self._making = dict[asyncio.Task[Any], None]()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -142,25 +157,46 @@ class _Server(uvicorn.Server):
         queue in one.
         """
         loop = asyncio.get_running_loop()
-        next_at = loop.time()
+        next_at, context = loop.time(), None
         while listener.fileno() >= 0:
             try:
                 connection, _ = await loop.sock_accept(listener)
-                making = loop.connect_accepted_socket(self._protocol, connection)
-                self._making.add(task := loop.create_task(making))
-                task.add_done_callback(self._made)
+                context = self._tls()
+                self._make(loop, connection, context)
             except OSError as error:
                 # Out of descriptors, most likely; a peer that has gone already costs nothing.
                 _refusals.warning("http.cannot_accept", kind="accept", error=str(error))
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
+            pause_s = _ACCEPT_PAUSE_S if context is None else _HANDSHAKE_PAUSE_S
             # A turn that took long is made up for, or a probe would wait for the whole queue.
             now = loop.time()
-            next_at = max(next_at, now - _ACCEPTED_AT_ONCE * _ACCEPT_PAUSE_S) + _ACCEPT_PAUSE_S
+            next_at = max(next_at, now - _ACCEPTED_AT_ONCE * pause_s) + pause_s
             if next_at > now:
                 await asyncio.sleep(next_at - now)
 
+    def _make(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connection: socket.socket,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """Serve a connection, after its handshake; the oldest handshake makes room for others."""
+        timeout_s = None if context is None else _HANDSHAKE_S
+        making = loop.connect_accepted_socket(
+            self._protocol,
+            connection,
+            ssl=context,
+            ssl_handshake_timeout=timeout_s,
+            ssl_shutdown_timeout=timeout_s,
+        )
+        if len(self._making) >= _HANDSHAKES_MAX:
+            next(iter(self._making)).cancel()
+        task = loop.create_task(making)
+        self._making[task] = None
+        task.add_done_callback(self._made)
+
     def _made(self, task: asyncio.Task[Any]) -> None:
-        self._making.discard(task)
+        self._making.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             _refusals.warning("http.cannot_accept", kind="made", error=str(error))
 
@@ -200,20 +236,20 @@ class WebServer:
         self,
         settings: Settings,
         engine: Engine,
-        admin_token: str,
+        operators: Operators,
         connections_max: int,
-        read_token: str = "",
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         address = settings.http_address
         assert address is not None, "HTTP is off"
-        self._app = make_app(engine, settings, admin_token, read_token)
+        self._app = make_app(engine, settings, operators)
         places = Places(
             # As many more may be probes.
             max(1, connections_max // 2),
             lambda reason: engine.counters.add("refusals", 1, str(reason)),
             lambda: engine.counters.add("connections_refused", 1, "http"),
         )
-        self._listener = Listener(*address, places)
+        self._listener = Listener(*address, places, tls)
         self.address = self._listener.bind()
 
     async def start(self, supervisor: Supervisor) -> None:
