@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import secrets
 import threading
@@ -108,8 +109,9 @@ class RemoteSession:
         token: names the session to the gateway; the daemon's own never leaves the gateway.
         book: the grants of its group.
         mapping: the arena; None for a process that did not ask for it.
-        line: the life line; None while it is broken.
-        expires: monotonic time at which a broken life line ends the session.
+        line: the life line; None while it is broken, and before the first.
+        expires: monotonic time at which a broken life line ends the session; infinite before the
+            first.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class RemoteSession:
         self.book = Book()
         self.puts = PutLog()
         self.line: Stream | None = None
-        self.expires = 0.0
+        self.expires = math.inf
         self.ended = False
         self._changed = threading.Condition()
         self._streams: dict[Stream, Purpose] = {}
@@ -223,13 +225,14 @@ class Sessions:
         self._books: dict[GroupKey, Book] = {}
 
     def open(self, identity: Identity, hello: Hello) -> RemoteSession:
-        """Attach for a remote process; one that it names as its previous session is ended first.
+        """Attach for a remote process. Ended first are a session that it names as its previous
+        one, and one whose place it takes.
 
         Raises:
             KVHearthError: as ``kvhearth.session.link.attach``; ``memory_unavailable``.
         """
         for each in self.all():
-            if _precedes(each, identity, hello):
+            if _precedes(each, identity, hello) or _makes_way(each, identity, hello):
                 self.end(each, "followed")
         meter = self._meters.of(identity)
         meter.open_session()
@@ -341,6 +344,20 @@ def _precedes(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
         and session.hello.engine_id == hello.engine_id
         and (session.welcome.boot_id, session.welcome.session)
         == (hello.previous_boot, hello.previous_session)
+    )
+
+
+def _makes_way(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
+    """Return whether a session without a life line has the newcomer's place in its engine. Its
+    process is dead, most likely, and the newcomer would be refused until the session is given up.
+    """
+    theirs = session.hello
+    return (
+        session.line is None
+        and session.expires < math.inf
+        and session.identity == identity
+        and theirs.engine_id == hello.engine_id
+        and ((theirs.scheduler and hello.scheduler) or theirs.rank == hello.rank >= 0)
     )
 
 
