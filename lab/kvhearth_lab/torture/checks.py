@@ -195,7 +195,7 @@ def finish(world: World) -> None:
     nothing_is_left(world)
     world.terminate_daemon()
     _files(world)
-    _processes(world)
+    no_process_is_left(world)
 
 
 def nothing_is_left(world: World) -> None:
@@ -321,7 +321,7 @@ def _files(world: World) -> None:
         world.report.find(LEAK, f"files are left: {sorted(left)}", world.where)
 
 
-def _processes(world: World) -> None:
+def no_process_is_left(world: World) -> None:
     """Check that no process of any of the world's daemons outlives it."""
     mark = f"{WORLD_ENVIRONMENT_NAME}={world.places.folder}\0".encode()
 
