@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,32 @@ def test_a_gateway_ends_with_its_killed_daemon(*, stopped: bool) -> None:
             os.kill(child, signal.SIGSTOP)
         daemon.kill()
         until(lambda: not Path(f"/proc/{child}").exists(), "the gateway ends")
+
+
+@pytest.mark.parametrize("said", ["nothing", "a part", "all"])
+def test_a_gateway_whose_daemon_dies_at_once_ends_silently(tmp_path: Path, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        message = {
+            "settings": {"socket_dir": str(tmp_path), "listen": "127.0.0.1:0"},
+            "index": 0,
+            "ports": [listener.getsockname()[1]],
+            "listeners": [listener.fileno()],
+        }
+        line = json.dumps(message).encode() + b"\n"
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer) as stdout:
+            ended = subprocess.run(
+                [sys.executable, "-m", "kvhearth_server.gateway"],
+                input={"nothing": b"", "a part": line[:20], "all": line}[said],
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                pass_fds=message["listeners"],
+                timeout=60,
+                check=False,
+            )
+    assert ended.returncode == 0
+    assert b"Traceback" not in ended.stderr
 
 
 def test_several_processes_share_a_port() -> None:

@@ -5,6 +5,7 @@ With arguments it is ``kvhearth gateway``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -58,8 +59,9 @@ def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> N
         signal.signal(number, lambda *_: stopping.set())
     signal.signal(signal.SIGHUP, lambda *_: hung_up.set())
     gateway.start(listeners)
-    sys.stdout.write("serving\n")
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # the parent died: stdin ends as well
+        sys.stdout.write("serving\n")
+        sys.stdout.flush()
     threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
     while not stopping.wait(0.2):
         if hung_up.is_set():
@@ -82,7 +84,10 @@ def main() -> int:
     # Listening sockets are inherited: a stopped or busy orphan would keep the address, and the
     # arena, from the next parent. If the parent has died before, stdin is at its end.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    message = json.loads(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return 0  # the parent died
+    message = json.loads(line)
     settings = Settings(**message["settings"])
     logs.configure(settings.log_level, settings.log_format)
     logs.capture()
