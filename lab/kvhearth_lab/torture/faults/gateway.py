@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvhearth_lab.torture.world import World
 
 _MORE = 12
-_TRAP_S = 1.5
+_TRAP_S = 3.0
 _TICK_S = 0.02
 _BYTES_MAX = 300_000
 _STALL_S = 6.5
