@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -87,6 +88,23 @@ def test_a_gateway_ends_with_its_killed_daemon(*, stopped: bool) -> None:
             os.kill(child, signal.SIGSTOP)
         daemon.kill()
         until(lambda: not Path(f"/proc/{child}").exists(), "the gateway ends")
+
+
+def test_a_gateway_that_cannot_start_now_starts_later() -> None:
+    with running_daemon(listen="127.0.0.1:0", gateway_processes=2) as daemon:
+        served_at(daemon, 2)
+        victim, other = (pids_of(daemon)[index] for index in range(2))
+        before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        few = max(int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")) + 1
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (few, before[1]))
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: events(daemon, "gateway.cannot_start"), "no descriptor is left")
+        assert Path(f"/proc/{other}").exists()
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
+        served_at(daemon, 3)
+        assert not [name for name in daemon.counters() if name.startswith("task_failures")]
+        daemon.terminate()
+        assert not Path(f"/proc/{other}").exists()
 
 
 @pytest.mark.parametrize("said", ["nothing", "a part", "all"])
