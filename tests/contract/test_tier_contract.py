@@ -38,6 +38,7 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.chain import TierChain, demotion_region
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
+from kvhearth_server.tiers.ssd.sealing import Keyring
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 KINDS = [
@@ -46,7 +47,10 @@ KINDS = [
     "ssd-two-drives",
     "ssd-tmpfs",
     "ssd-flushed",
+    "ssd-keys",
+    "ssd-keys-flushed",
     "chain",
+    "chain-keys",
 ]
 
 
@@ -57,17 +61,19 @@ def make_ssd(kind: str, folder: Path, arena: Arena, *regions: U8, offers: bool =
     if interface != "auto" and not (verdict := probe(interface)).works:
         pytest.skip(f"{interface}: {verdict.reason}")
     folders = [folder / "one", folder / "two"] if what == "two-drives" else [folder / "one"]
-    found = settings(*folders, interface=interface, flush=what == "flushed")
+    keyring = Keyring({"a": [b"k" * 32]}) if "keys" in what else None
+    flush = what.endswith("flushed")
+    found = settings(*folders, interface=interface, flush=flush, keyring=keyring)
     tier = SsdTier(found, [arena.bytes, *regions], offers=offers)
     Desk(tier, arena).settle()
     return tier
 
 
-def make_chain(folder: Path, arena: Arena) -> TierChain:
+def make_chain(kind: str, folder: Path, arena: Arena) -> TierChain:
     """Make an SSD tier with a small tier of memory behind it."""
     region = demotion_region()
     dram = DramTier([arena.bytes, region], SEGMENT_BYTES, batch_blocks_max=512)
-    ssd = make_ssd("ssd-auto", folder, arena, region, offers=True)
+    ssd = make_ssd(kind, folder, arena, region, offers=True)
     return TierChain([ssd, dram], 1, lambda _: True)
 
 
@@ -78,8 +84,8 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
     if kind == "dram":
         tier: Tier = DramTier([arena.bytes], 8 * SEGMENT_BYTES, batch_blocks_max=512)
         yield from drive(Counting(tier), arena)
-    elif kind == "chain":
-        yield from drive(Counting(make_chain(tmp_path, arena)), arena)
+    elif kind.startswith("chain"):
+        yield from drive(Counting(make_chain(kind, tmp_path, arena)), arena)
     elif kind == "ssd-tmpfs":
         with tmpfs_directory() as folder:
             yield from drive(Counting(make_ssd(kind, folder, arena)), arena)

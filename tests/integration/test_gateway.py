@@ -365,6 +365,23 @@ def test_a_connection_that_speaks_on_its_life_line_is_cut(
     pair[0].wait_quiet()
 
 
+def test_replies_beyond_the_buffer_are_relayed() -> None:
+    with running_daemon(memory="64MiB") as daemon, gateway(daemon.socket_dir) as served:
+        session = RawSession(served.port, hello_of(contract_of(4096)))
+        keys = keys_of(2000)
+        for half in (keys[:1000], keys[1000:]):
+            session.commit(half, session.reserve(1000), sums=False)
+        until(lambda: daemon.counters()["summed_blocks"] == 2000, "sums")
+        for count in (2000, 10, 2000):
+            lease, leased = session.look_up(keys[:count])
+            assert len(leased) == count
+            assert set(session.get(leased[:2])[0]) == {OK}
+            session.release(lease)
+        assert refusal_of(lambda: session.look_up(keys_of(8200))) == "too_many_keys"
+        session.bye()
+        daemon.wait_quiet()
+
+
 def test_a_killed_gateway_leaves_nothing_behind() -> None:
     with running_daemon() as daemon, gateway(daemon.socket_dir) as served:
         session = RawSession(served.port)

@@ -232,14 +232,16 @@ class RawSession:
         reply = self.call("Reserve", request)
         return np.frombuffer(bytearray(reply.groups[0].extents), EXTENT_DTYPE)
 
-    def commit(self, keys: Sequence[bytes], extents: Records) -> pb.CommitResponse:
-        """Commit blocks by the checksums of their extents."""
+    def commit(
+        self, keys: Sequence[bytes], extents: Records, *, sums: bool = True
+    ) -> pb.CommitResponse:
+        """Commit blocks, by the checksums of their extents or by the daemon's."""
         group = pb.GroupCommit(
             group=0,
             keys=b"".join(keys),
             slots=extents["slot"].tobytes(),
             generations=extents["generation"].tobytes(),
-            checksums=extents["checksum"].tobytes(),
+            checksums=extents["checksum"].tobytes() if sums else b"",
         )
         reply: pb.CommitResponse = self.call(
             "Commit", pb.CommitRequest(epoch=self.welcome.epoch, groups=[group])

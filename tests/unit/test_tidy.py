@@ -31,6 +31,7 @@ CATCH_ALL_ALLOWED = frozenset(
         "client/kvhearth/session/link.py",
         "server/kvhearth_server/daemon.py",
         "server/kvhearth_server/engine/supervisor.py",
+        "server/kvhearth_server/gateway/server.py",
         "server/kvhearth_server/transport/attach.py",
         "server/kvhearth_server/transport/frames.py",
         "server/kvhearth_server/transport/fronts.py",

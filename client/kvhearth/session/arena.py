@@ -41,13 +41,14 @@ def _region(descriptor: int, size_bytes: int, page_bytes: int, *, writable: bool
 class ArenaMapping:
     """All segments of one boot of the daemon, and the generations of its slots.
 
-    The page tables are filled in the background from its construction on.
+    The page tables are filled in the background from its construction on, if they are to be.
 
     Args:
         welcome: names the segments in the order of ``descriptors``.
         descriptors: one per segment, then the generations' memfd; the caller closes them
             afterwards.
         alive: returns whether the daemon of this boot still lives.
+        populate: fill the page tables; else each page costs a fault at its first touch.
 
     Raises:
         KVHearthError: ``memory_unavailable`` if the kernel refuses, ``bad_message`` if a descriptor
@@ -55,7 +56,12 @@ class ArenaMapping:
     """
 
     def __init__(
-        self, welcome: Welcome, descriptors: Sequence[int], alive: Callable[[], bool]
+        self,
+        welcome: Welcome,
+        descriptors: Sequence[int],
+        alive: Callable[[], bool],
+        *,
+        populate: bool = True,
     ) -> None:
         self.boot_id = welcome.boot_id
         self.segments = {info.segment: info.bytes for info in welcome.segments}
@@ -75,7 +81,7 @@ class ArenaMapping:
             for info in welcome.segments
         ]
         spans.append(Span(int(raw.ctypes.data), raw.nbytes, mmap.PAGESIZE, writable=False))
-        self._populate = Populate(spans, [*self._views.values(), raw])
+        self._populate = Populate(spans if populate else [], [*self._views.values(), raw])
 
     @property
     def generations(self) -> U32:

@@ -219,6 +219,12 @@ class Settings(BaseSettings):
         "all",
         description="Admission policy: write every block, or only blocks stored at least twice.",
     )
+    keys_file: Path | None = Field(
+        None,
+        description="File (YAML) of keys that encrypt blocks on SSD: TENANT: [{id: NAME, key: "
+        "base64 of 32 bytes}], the first one writes, all of them read. For the daemon's user only "
+        "(0600); read at the start. Default: blocks are not encrypted.",
+    )
     scrub_rate: Size = Field(
         32 << 20,
         ge=0,
@@ -302,7 +308,7 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     @field_validator(
-        *("socket_dir", "arena_dir", "read_token_file"),
+        *("socket_dir", "arena_dir", "read_token_file", "keys_file"),
         *("tls_cert", "tls_key", "client_ca", "tokens_file"),
     )
     @classmethod

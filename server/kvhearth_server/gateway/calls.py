@@ -79,7 +79,8 @@ class Upstream:
         self._reply_bytes_max = reply_bytes_max
         self._buffer = bytearray(_REPLY_READ_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._socket.close)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
             self._socket.connect(path)
@@ -88,9 +89,7 @@ class Upstream:
             )
             if kind == frames.REFUSED:
                 raise frames.decode_status(bytes(reply[frames.HEADER.size :]))
-        except BaseException:
-            self._socket.close()
-            raise
+            undo.pop_all()
 
     def exchange(self, frame: bytes | bytearray) -> tuple[int, memoryview]:
         """Send a frame; return the kind of its answer and the answer with its header, valid until
@@ -101,6 +100,8 @@ class Upstream:
             KVHearthError: ``bad_message`` for an oversized reply.
         """
         end = time.monotonic() + REPLY_S
+        if len(self._buffer) > _REPLY_READ_BYTES:
+            self._buffer = bytearray(_REPLY_READ_BYTES)
         view = memoryview(frame)
         while view:
             with contextlib.suppress(BlockingIOError):
@@ -113,7 +114,9 @@ class Upstream:
         frames.check_size(size, self._reply_bytes_max)
         size += frames.HEADER.size
         if size > len(self._buffer):
-            self._buffer.extend(bytes(size - len(self._buffer)))
+            larger = bytearray(size)
+            larger[:have] = self._buffer[:have]
+            self._buffer = larger
         while have < size:
             have = self._more(have, end)
         return kind, memoryview(self._buffer)[:size]
@@ -169,9 +172,10 @@ class CallsConnection:
         self._frame_s = frame_s
         welcome, contract = session.welcome, session.contract
         shards = max(group.shards for group in contract.groups)
-        keys_max = welcome.keys_max
+        most = welcome.message_bytes_max
+        # Slots that a release reports are bounded by the daemon, whose bound is not in the welcome.
         self._bounds: Mapping[int, tuple[str, int]] = body_bounds(
-            contract.hash_bytes, shards, keys_max, keys_max, welcome.message_bytes_max
+            contract.hash_bytes, shards, welcome.keys_max, most, most
         )
         self._upstream = Upstream(calls_path, welcome.token, welcome.message_bytes_max)
         self._handlers: Mapping[str, Callable[[bytes, _Relay], tuple[int, memoryview]]] = {

@@ -280,7 +280,7 @@ class Gateway:
         """Return the session of a new life line; None if it belongs to another process."""
         if asked.resume:
             session = self.sessions.find(asked.resume)
-            if session.identity != identity:
+            if not session.belongs_to(identity):
                 raise KVHearthError(Reason.UNKNOWN_TOKEN, "no session has this token; attach again")
             session.take_line(stream)
             stream.send([encode_frame({"kind": "resumed"})], end)
@@ -292,14 +292,13 @@ class Gateway:
             stream.send([encode_frame(terms.to_message())], end)
             return None
         session = self.sessions.open(identity, hello)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.sessions.end, session, "no welcome")
             session.take_line(stream)
             answer = encode_frame(terms.to_message())
             answer += encode_frame(session.remote_welcome.to_message())
             stream.send([answer], time.monotonic() + self._limits.handshake_s)
-        except BaseException:
-            self.sessions.end(session, "no welcome")
-            raise
+            undo.pop_all()
         _log.info(
             "gateway.attached",
             engine_id=hello.engine_id,

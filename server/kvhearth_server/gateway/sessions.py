@@ -32,6 +32,9 @@ _PUTS_KEPT_MAX = 512
 
 _ASKED_MAX = 4 * REQUEST_RECORDS_MAX
 
+_POPULATED_PAGES_MAX = 1 << 18
+"""Pages beyond which page tables are not filled ahead: each session has its own, 8 bytes a page."""
+
 GroupKey = tuple[str, str, int]
 """Tenant, engine id and incarnation."""
 
@@ -137,6 +140,10 @@ class RemoteSession:
         self._changed = threading.Condition()
         self._streams: dict[Stream, Purpose] = {}
 
+    def belongs_to(self, identity: Identity) -> bool:
+        """Return whether the session is an identity's, whatever its bounds and role are by now."""
+        return (identity.name, identity.tenant) == (self.identity.name, self.identity.tenant)
+
     @property
     def welcome(self) -> Welcome:
         """The daemon's welcome."""
@@ -236,11 +243,10 @@ class Sessions:
                 self.end(each, "followed")
         meter = self._meters.of(identity)
         meter.open_session()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(meter.close_session)
             opened = self._attach(identity, meter, hello)
-        except BaseException:
-            meter.close_session()
-            raise
+            undo.pop_all()
         with self._lock:
             opened.book = self._books.setdefault(opened.group, opened.book)
             opened.book.ranks.add(hello.rank)
@@ -255,7 +261,14 @@ class Sessions:
             descriptors = session.take_descriptors()
             try:
                 if hello.map_arena:
-                    mapping = ArenaMapping(session.welcome, descriptors, session.alive)
+                    infos = session.welcome.segments
+                    pages = sum(info.bytes // info.page_bytes for info in infos)
+                    mapping = ArenaMapping(
+                        session.welcome,
+                        descriptors,
+                        session.alive,
+                        populate=pages <= _POPULATED_PAGES_MAX,
+                    )
                     undo.callback(mapping.close)
             finally:
                 for descriptor in descriptors:
@@ -340,7 +353,7 @@ def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
 
 def _precedes(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
     return (
-        session.identity == identity
+        session.belongs_to(identity)
         and session.hello.engine_id == hello.engine_id
         and (session.welcome.boot_id, session.welcome.session)
         == (hello.previous_boot, hello.previous_session)

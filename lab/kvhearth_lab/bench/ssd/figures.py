@@ -67,12 +67,19 @@ class Sizes:
         return self.small_blocks * 2 * SMALL_BYTES * 11 // 10 + 6 * self.small_segment_bytes
 
     @property
+    def encryption_bytes(self) -> int:
+        """Capacity of the tiers with and without keys together: two rounds each, and segments to
+        make room in.
+        """
+        return 2 * (2 * self.round_bytes + 6 * self.segment_bytes)
+
+    @property
     def needed_bytes(self) -> int:
         """Upper bound on the bytes on the drive at once; peers store as much as the slots hold, and
         a raw file has as much as a round.
         """
         first = self.tier_bytes + SLOTS * BLOCK_BYTES + self.round_bytes
-        return max(first, self.small_tier_bytes) + _SPARE_BYTES
+        return max(first, self.small_tier_bytes, self.encryption_bytes) + _SPARE_BYTES
 
 
 FULL = Sizes()
@@ -144,6 +151,15 @@ FIGURES = (
     Figure("write_amplification", "bytes written to the drive for each stored, only stores"),
     Figure("mixed_carried_blocks", "blocks that were read lately, written anew to make room"),
     Figure("scrub_gbs", "GB/s of going through all that is stored, verifying it"),
+    Figure("encrypted_write_gbs", "GB/s of stores with keys_file"),
+    Figure("encrypted_read_gbs", "GB/s of loads with keys_file"),
+    Figure("encrypted_write_ratio", "stores with keys against those without, in turns"),
+    Figure("encrypted_read_ratio", "loads with keys against those without, in turns"),
+    Figure("plain_write_cpu_s_per_gb", "processor time a GB of those stores, without keys"),
+    Figure("encrypted_write_cpu_s_per_gb", "the same with keys"),
+    Figure("plain_read_cpu_s_per_gb", "processor time a GB of those loads, without keys"),
+    Figure("encrypted_read_cpu_s_per_gb", "the same with keys"),
+    Figure("encrypted_loop_block_max_ms", "longest that the loop stood still among such stores"),
     Figure("recover_blocks_per_s", "read back from footers after a restart", ">=", 500_000),
     Figure("recover_cpu_s_per_million", "processor time of that, a million blocks"),
     Figure("recover_loop_block_max_ms", "longest that the event loop stood still meanwhile"),

@@ -24,7 +24,7 @@ PROBLEMS = (
 """Problems that a directory can have."""
 _DROPPED = (
     *("torn", "damaged", "version", "foreign", "misplaced", "truncated", "incomplete"),
-    *("duplicate", "outsized", "namespaces"),
+    *("duplicate", "outsized", "no_key", "namespaces"),
 )
 _STORES = {"stored": "stored_blocks", "present": "stores_present", "corrupt": "corrupt_sources"}
 _LOADS = {"loaded": "loaded_blocks", "corrupt": "corrupt_blocks"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import Counts
-from kvhearth_server.tiers.ssd.directory import open_directories
+from kvhearth_server.tiers.ssd.directory import Directory, open_directories
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, ReadRate
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose, open_queue
 from kvhearth_server.tiers.ssd.disk.queues import DiskQueue
@@ -97,16 +97,8 @@ def build(
         for each in directories:
             each.close()
         raise
-    executor = IoExecutor(queue, sum_threads=settings.sum_threads, clock=clock)
-    log_dirs = [
-        LogDirectory(
-            each,
-            FileWorker(each, executor.event_fd),
-            count_max=each.segments_max,
-            carry_share=settings.carry_share,
-        )
-        for each in directories
-    ]
+    executor = _executor(queue, settings, clock)
+    log_dirs = [_log_directory(each, executor, settings) for each in directories]
     index = SsdIndex()
     log = Log(log_dirs, executor, counts, settings=settings, clock=clock)
     pages = HeaderPages(settings.queue_writes + REINSERT_PAGES)
@@ -118,9 +110,16 @@ def build(
     segments = [s for each in directories for s in each.segments]
     for segment in segments:
         segment.number = log.new_number()
-    event_fd = executor.event_fd
+    fd, keyring = executor.event_fd, settings.keyring
     restorer = Restorer(
-        segments, index, log, counts, files=files, event_fd=event_fd, on_progress=on_progress
+        segments,
+        index,
+        log,
+        counts,
+        files=files,
+        event_fd=fd,
+        on_progress=on_progress,
+        keyring=keyring,
     )
     return TierComponents(
         settings,
@@ -138,6 +137,18 @@ def build(
         transfers,
         restorer,
         ReadRate(),
+    )
+
+
+def _log_directory(each: Directory, executor: IoExecutor, settings: SsdSettings) -> LogDirectory:
+    worker, share = FileWorker(each, executor.event_fd), settings.carry_share
+    return LogDirectory(each, worker, count_max=each.segments_max, carry_share=share)
+
+
+def _executor(queue: DiskQueue, settings: SsdSettings, clock: Callable[[], float]) -> IoExecutor:
+    bounce_bytes = settings.bounce_bytes if settings.keyring is not None else 0
+    return IoExecutor(
+        queue, sum_threads=settings.sum_threads, clock=clock, bounce_bytes=bounce_bytes
     )
 
 

@@ -106,7 +106,7 @@ ROW_DTYPE = np.dtype(
         ("shards", "<u2"),
         ("live", "u1"),
         ("hits", "u1"),
-        ("padding", "<u2"),
+        ("version", "<u2"),
     ]
 )
 """One record in memory. ``family`` is the namespace's number in this index * 256 + group; ``hits``
@@ -123,6 +123,7 @@ SEGMENT_ENTRIES = 1 << 32
 _ROWS_FIRST = 64
 
 _ROW_FIELDS = (
+    ("version", "version"),
     ("position", "position"),
     ("length", "length"),
     ("epoch", "epoch"),

@@ -351,6 +351,8 @@ class SsdTier(Tier):
         self._shares = shares
         self._budget.allot(shares.write_floors, bytes_per_day, self._clock())
         self.parts.reclaimer.use_shares(shares)
+        if self.parts.settings.keyring is not None:
+            self.parts.settings.keyring.owner_of = shares.owner_of
 
     def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
         shares = self._shares

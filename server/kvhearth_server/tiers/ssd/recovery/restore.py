@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,6 +42,9 @@ from kvhearth_server.tiers.ssd.recovery.scanner import (
 )
 from kvhearth_server.tiers.ssd.settings import segment_cost_bytes
 
+if TYPE_CHECKING:
+    from kvhearth_server.tiers.ssd.sealing import Keyring
+
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _TAIL_BYTES = 64 << 10
 _AHEAD = 4
@@ -55,7 +59,14 @@ class Recovery:
             None if a segment's first page does not tell its sequence.
     """
 
-    def __init__(self, segments: list[Segment], files: Files, event_fd: int) -> None:
+    def __init__(
+        self,
+        segments: list[Segment],
+        files: Files,
+        event_fd: int,
+        keyring: Keyring | None = None,
+    ) -> None:
+        self._keyring = keyring
         self.total = len(segments)
         self.read = 0
         self.youngest: int | None = None
@@ -95,7 +106,7 @@ class Recovery:
         self._sort(reader)
         for segment in self._segments:
             found = read_segment(segment, reader, self._stop.is_set)
-            found.sort_out()
+            found.sort_out(self._keyring)
             self.read += 1
             while not self._stop.is_set():
                 try:
@@ -317,11 +328,14 @@ class Restorer:
         files: Files,
         event_fd: int,
         on_progress: Progress | None,
+        keyring: Keyring | None = None,
     ) -> None:
         self._index, self._log, self._counts = index, log, counts
         self._files, self._event_fd = files, event_fd
         self._on_progress = on_progress
-        self._recovery: Recovery | None = Recovery(segments, files, event_fd)
+        self._keyring = keyring
+        self.keyless: Counter[int] = Counter()
+        self._recovery: Recovery | None = self._recover(segments)
         self._current: Recovered | None = None
         self._at = 0
         self._locked: list[Segment] = []
@@ -360,7 +374,7 @@ class Restorer:
         if self._recovery is None and self._locked and now >= self._retry_at:
             self._retry_at = now + _RETRY_S
             self._retried, self._locked = self._locked, []
-            self._recovery = Recovery(self._retried, self._files, self._event_fd)
+            self._recovery = self._recover(self._retried)
         return False
 
     def _let_write(self) -> None:
@@ -375,7 +389,10 @@ class Restorer:
         lost = Recovered(unread[0], failed=OSError("the reader failed"))
         self._counts.add("recovery_failures")
         self._end(lost)
-        self._recovery = Recovery(unread[1:], self._files, self._event_fd)
+        self._recovery = self._recover(unread[1:])
+
+    def _recover(self, segments: list[Segment]) -> Recovery:
+        return Recovery(segments, self._files, self._event_fd, self._keyring)
 
     def stop(self, deadline_s: float) -> bool:
         """Give up; false if a read hangs."""
@@ -388,6 +405,7 @@ class Restorer:
     def _begin(self, found: Recovered) -> None:
         for reason, count in found.doubts.items():
             self._counts.add(f"dropped_{reason.value}", count)
+        self.keyless += found.keyless
         self._at = 0
         if found.chunks:
             found.segment.head = found.head
