@@ -138,10 +138,13 @@ def _missing(world: World, client: Client, said: dict[str, object]) -> None:
     assert isinstance(left, list)
     if not left or not world.oracle.keeps or world.oracle.sealed(client.model)[0] != said["epoch"]:
         return
+    daemon = _stats(world)
+    refused = {k: v for k, v in daemon.counters.items() if k.startswith("promotion_failed")}
     text = (
         f"{client.model}: {len(left)} sealed blocks are not served within {world.patience_s} s, "
         f"such as {left[:_SHOWN]} ({_where_they_are(world, client.model, left[:_SHOWN])}); "
-        f"{_described(said, ('absent', 'below', 'reason', 'failed'))}"
+        f"{_described(said, ('absent', 'below', 'reason', 'failed'))}; "
+        f"clients hold {_holds(daemon)}; {refused}"
     )
     world.report.find(LOST, text, world.where, len(left))
     # Report each lost block once.
@@ -262,18 +265,21 @@ def _quiet(world: World) -> None:
 
     def held() -> str:
         found = _stats(world)
-        facts = {"sessions": found.sessions, "groups": found.groups, "leases": found.leases}
-        for part in found.segments:
-            facts["reserved bytes"] = part.reserved_bytes
-            facts["quarantined bytes"] = part.quarantined_bytes
-            facts["held bytes"] = part.held_bytes
-        if found.books_error:
-            return found.books_error
-        return ", ".join(f"{count} {name}" for name, count in facts.items() if count)
+        return found.books_error or _holds(found)
 
     if described := _until(held, world.patience_s):
         text = f"after all clients have ended: {described}; {world.daemon.members()}"
         world.report.find(LEAK, text, world.where)
+
+
+def _holds(found: admin_pb2.StatsResponse) -> str:
+    """Describe what clients hold; empty if that is nothing."""
+    facts = {"sessions": found.sessions, "groups": found.groups, "leases": found.leases}
+    for part in found.segments:
+        facts["reserved bytes"] = part.reserved_bytes
+        facts["quarantined bytes"] = part.quarantined_bytes
+        facts["held bytes"] = part.held_bytes
+    return ", ".join(f"{count} {name}" for name, count in facts.items() if count)
 
 
 def _descriptor_counts(world: World) -> list[int]:
