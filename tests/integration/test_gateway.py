@@ -328,6 +328,31 @@ def test_an_engine_that_attaches_again_ends_its_earlier_session(
     daemon.wait_quiet()
 
 
+def test_an_engine_that_died_makes_way_for_its_next_process(
+    pair: tuple[Daemon, GatewayProcess],
+) -> None:
+    daemon, served = pair
+    dead, other = RawSession(served.port), RawSession(served.port, hello_of(engine_id="other"))
+    dead.reserve(2)
+    assert refusal_of(lambda: RawSession(served.port)) == "rank_taken"
+    for each in (dead, other):
+        each.line.close()
+    begun = time.monotonic()
+
+    def attaches() -> bool:
+        try:
+            RawSession(served.port).bye()
+        except KVHearthError:  # its end was not noticed yet
+            return False
+        return True
+
+    until(attaches, "the next process attaches")
+    assert time.monotonic() - begun < dead.terms.resume_s / 2
+    other.line = RawSession(served.port, resume=other.welcome.token).line
+    other.bye()
+    daemon.wait_quiet()
+
+
 def test_a_connection_that_speaks_on_its_life_line_is_cut(
     pair: tuple[Daemon, GatewayProcess],
 ) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import socket
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.daemon import Daemon, running_daemon, until
 from support.remote_raw import PAGE_BYTES, RawSession, close_all, hello_of, keys_of, refusal_of
 
@@ -74,12 +79,58 @@ def test_the_daemon_starts_and_restarts_its_gateway() -> None:
     close_all()
 
 
-def test_a_gateway_ends_with_its_killed_daemon() -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_gateway_ends_with_its_killed_daemon(*, stopped: bool) -> None:
     with running_daemon(listen="127.0.0.1:0") as daemon:
         served_at(daemon, 1)
         (child,) = pids_of(daemon).values()
+        if stopped:
+            os.kill(child, signal.SIGSTOP)
         daemon.kill()
         until(lambda: not Path(f"/proc/{child}").exists(), "the gateway ends")
+
+
+def test_a_gateway_that_cannot_start_now_starts_later() -> None:
+    with running_daemon(listen="127.0.0.1:0", gateway_processes=2) as daemon:
+        served_at(daemon, 2)
+        victim, other = (pids_of(daemon)[index] for index in range(2))
+        before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        few = max(int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")) + 1
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (few, before[1]))
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: events(daemon, "gateway.cannot_start"), "no descriptor is left")
+        assert Path(f"/proc/{other}").exists()
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
+        served_at(daemon, 3)
+        assert not [name for name in daemon.counters() if name.startswith("task_failures")]
+        daemon.terminate()
+        assert not Path(f"/proc/{other}").exists()
+
+
+@pytest.mark.parametrize("said", ["nothing", "a part", "all"])
+def test_a_gateway_whose_daemon_dies_at_once_ends_silently(tmp_path: Path, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        message = {
+            "settings": {"socket_dir": str(tmp_path), "listen": "127.0.0.1:0"},
+            "index": 0,
+            "ports": [listener.getsockname()[1]],
+            "listeners": [listener.fileno()],
+        }
+        line = json.dumps(message).encode() + b"\n"
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer) as stdout:
+            ended = subprocess.run(
+                [sys.executable, "-m", "kvhearth_server.gateway"],
+                input={"nothing": b"", "a part": line[:20], "all": line}[said],
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                pass_fds=message["listeners"],
+                timeout=60,
+                check=False,
+            )
+    assert ended.returncode == 0
+    assert b"Traceback" not in ended.stderr
 
 
 def test_several_processes_share_a_port() -> None:

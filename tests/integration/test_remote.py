@@ -22,7 +22,6 @@ from support.cached import (
 )
 from support.certificates import Authority
 from support.daemon import Daemon, free_port, running_daemon, until
-from support.relay import Relay, relay
 from support.remote_raw import GatewayProcess, gateway
 
 from kvhearth import PagedKV, connect
@@ -36,6 +35,7 @@ from kvhearth.session.remote_arena import RemoteArena
 from kvhearth.transfer.copier_pool import default_copier
 from kvhearth.wire.remote import Purpose
 from kvhearth_lab.harness.engine import contract_of
+from kvhearth_lab.harness.relay import Relay, relay
 from kvhearth_server.gateway.identity import Identity
 from kvhearth_server.gateway.roster import add_token
 

@@ -21,6 +21,7 @@ from kvhearth.session.link import Session, attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
+from kvhearth.wire.remote import Purpose
 from kvhearth_lab.harness.engine import content, contract_of, key_of
 from kvhearth_lab.torture import checks, damage
 from kvhearth_lab.torture.checks import capacity, check, nothing_is_left
@@ -42,7 +43,13 @@ from kvhearth_lab.torture.report import (
     Report,
     Stalls,
 )
-from kvhearth_lab.torture.scene import CapacityWatch, Roots, places
+from kvhearth_lab.torture.scene import (
+    PATIENCE_S,
+    WORLD_ENVIRONMENT_NAME,
+    CapacityWatch,
+    Roots,
+    places,
+)
 from kvhearth_lab.torture.world import World
 from kvhearth_lab.torture.world_config import (
     FLEETING,
@@ -79,6 +86,7 @@ def a_world(
     ssd: int = 0,
     clients: tuple[tuple[int, bool], ...] = ((0, True), (1, False)),
     blocks: int = 200,
+    remote: tuple[int, ...] = (),
 ) -> Iterator[tuple[World, Report]]:
     """A world with a daemon and clients at work, without faults."""
     if not os.access(ARENA_ROOT, os.W_OK):
@@ -95,6 +103,7 @@ def a_world(
         interface="auto",
         verify_adopted=True,
         skewed=False,
+        remote=remote,
     )
     report, stalls = Report(), Stalls()
     metronome = Metronome(stalls.late)
@@ -105,12 +114,14 @@ def a_world(
             world.start_daemon()
             world.start_clients()
             until_sealed(world, 20)
-            world.patience_s = 3.0
+            # A gateway waits 10 s for a remote client that vanished.
+            world.patience_s = PATIENCE_S if remote else 3.0
             yield world, report
         finally:
             for client in world.clients:
                 client.kill()
             world.daemon.kill()
+            world.network.stop()
             metronome.stop(1)
 
 
@@ -465,6 +476,89 @@ def test_a_leak_an_unexpected_end_and_too_much_space_are_found(tmp_path: Path) -
         assert "1 sessions" in reported, reported
 
 
+# -- remote clients --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remote", [(0,), (0, 1)])
+def test_deaths_of_gateways_and_broken_networks_are_survived(
+    tmp_path: Path, remote: tuple[int, ...]
+) -> None:
+    cuts = [
+        {"how": "cut_in_a_frame", "purpose": "DATA", "after_bytes": 20000},
+        {"how": "half_far", "purpose": "CALLS", "after_bytes": 0},
+    ]
+    steps = {
+        "cut_network": {"client": 0, "cuts": cuts},
+        "kill_gateway_copying": {"client": 0, "after_bytes": 20000},
+        "kill_in_turn": {
+            "client": 0,
+            "turns": ["daemon", "client", "gateway"],
+            "after_s": [0.1, 0.0, 0.1],
+        },
+    }
+    sprung = {
+        "cut_network": "networks_cut_in_a_frame",
+        "kill_gateway_copying": "gateways_killed_in_a_copy",
+    }
+    with a_world(tmp_path, ROOMY, remote=remote, blocks=1000) as (world, report):
+        for name, parameters in steps.items():
+            assert TABLE[name].fits(world.shape)
+            TABLE[name].run(world, parameters)
+            while name in sprung and not report.figures[sprung[name]]:  # there was no copy in time
+                TABLE[name].run(world, parameters)
+            check(world)
+        nothing_is_left(world)
+        assert found_of(report) == {}, report.texts
+    with a_world(tmp_path, ROOMY) as (world, _):
+        assert not any(TABLE[name].fits(world.shape) for name in steps)
+
+
+@pytest.mark.slow
+def test_bytes_that_a_network_changes_are_found(tmp_path: Path) -> None:
+    with a_world(tmp_path, ROOMY, remote=(0, 1)) as (world, report):
+
+        def garble(purpose: Purpose, data: bytes) -> bytes:
+            if purpose is not Purpose.DATA or len(data) < PAGE_BYTES // 2:
+                return data
+            return data[:-100] + bytes([data[-100] ^ 4]) + data[-99:]
+
+        for index in range(2):
+            world.replace(world.clients[index], kill=False, direct=False)
+            world.network.relays[index].garble = garble
+        end = time.monotonic() + 20
+        while not report.found[CAUGHT] and time.monotonic() < end:
+            world.traffic(0.1)
+        assert "only a checksum stopped" in report.texts[0]["text"]
+        assert not report.found[WRONG]
+
+
+@pytest.mark.slow
+def test_what_ends_by_itself_and_what_outlives_its_daemon_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "END_S", 1.0)
+    with a_world(tmp_path, ROOMY, remote=(0, 1)) as (world, report):
+        with world.without_gateway("gateway ends"):
+            (pid,) = world.daemon.gateways()
+            os.kill(pid, signal.SIGTERM)
+            while pid in world.daemon.gateways():
+                world.traffic(0.02)
+        check(world)
+        assert found_of(report) == {CRASH: 1}, report.texts
+        assert "a gateway process ended by itself" in report.texts[0]["text"]
+        with world.paused():
+            world.terminate_daemon()
+            checks.no_process_is_left(world)
+            assert not report.found[LEAK], report.texts
+            marked = {WORLD_ENVIRONMENT_NAME: str(world.places.folder)}
+            with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, env=marked) as left:
+                checks.no_process_is_left(world)
+                left.communicate(b"\n")
+        assert report.found[LEAK] == 1
+        assert str(left.pid) in report.texts[-1]["text"]
+
+
 # -- its parts -------------------------------------------------------------------------------------
 
 
@@ -497,6 +591,10 @@ def test_what_windows_explain() -> None:
     assert stalls.explained_s(20.0, 21.0, "two") == 0.0
     assert stalls.explained_s(20.0, 21.0, "one") == pytest.approx(1.0)
     assert stalls.late_s == pytest.approx(2.5)
+    stalls.open("gateway away", "one")
+    now = time.monotonic()
+    assert stalls.explained_s(now, now + 1.0, "one") == pytest.approx(1.0)
+    assert stalls.explained_s(now, now + 1.0, "two") == 0.0
 
 
 def test_a_metronome_tells_when_its_process_stood_still() -> None:

@@ -82,7 +82,7 @@ def test_all_faults_come_round_in_few_worlds(tmp_path: Path) -> None:
         done = [s.fault for plan in plans(tmp_path, 6, seed=seed) for s in plan.steps]
         assert len(set(done)) >= min(len(done), len(TABLE)) * 0.7, (seed, done)
         some = [s.fault for plan in plans(tmp_path, 2, seed=seed) for s in plan.steps]
-        assert len(set(some)) >= len(some) * 0.7, (seed, some)
+        assert len(set(some)) >= len(some) * 0.65, (seed, some)
 
 
 def test_a_run_of_minutes_aims_at_every_fault_point_and_boundary(tmp_path: Path) -> None:

@@ -49,6 +49,14 @@ Faults = Annotated[
 Ssd = Annotated[
     bool, typer.Option("--ssd/--no-ssd", help="Use worlds with or without an SSD tier.")
 ]
+Gateway = Annotated[
+    bool | None,
+    typer.Option(
+        "--gateway/--no-gateway",
+        help="Use worlds with or without remote clients (default: some have them).",
+        show_default=False,
+    ),
+]
 Dir = Annotated[
     Path | None,
     typer.Option(
@@ -91,6 +99,7 @@ def torture(  # noqa: PLR0913 - one parameter a flag
     seconds: Seconds = _SECONDS,
     faults: Faults = "",
     ssd: Ssd = True,
+    gateway: Gateway = None,
     directory: Dir = None,
     arena_root: ArenaRoot = _SHARED_MEMORY,
     world: OneWorld = None,
@@ -120,6 +129,7 @@ def torture(  # noqa: PLR0913 - one parameter a flag
         roots=Roots(arena_root, directory or Path(tempfile.gettempdir())),
         faults=tuple(word.strip() for word in faults.split(",") if word.strip()),
         ssd=ssd,
+        gateway=gateway,
         first=world or 0,
         worlds=0 if world is None else 1,
         log=log,

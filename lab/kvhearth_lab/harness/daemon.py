@@ -36,6 +36,7 @@ END_S = 30.0
 ADMIN_S = 20.0
 _SHOWN_CHARS = 1500
 _TRACEBACK = "Traceback (most recent call last)"
+_GATEWAY_ENDED = "gateway.ended"
 _EXPECTED = "socket.accept() out of system resource"
 
 
@@ -379,6 +380,12 @@ class Daemon:
             return [int(word) for word in text.split()]
         return []
 
+    def gateways(self) -> list[int]:
+        """Return its gateway processes that serve."""
+        said = [line for line in self.own_lines() if '"gateway.serving"' in line]
+        serving = {json.loads(line)["pid"] for line in said if line.startswith("{")}
+        return [pid for pid in self.children() if pid in serving]
+
     def private_bytes(self, pid: int = 0) -> int:
         """Return the resident memory of the process, or one that it started, without the shared
         arena.
@@ -416,6 +423,8 @@ def failures_since(log_path: Path, offset: int) -> tuple[list[str], int]:
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
                 said = json.loads(line)
+                if said.get("event") == _GATEWAY_ENDED and said["code"] != -signal.SIGKILL:
+                    found.append(f"a gateway process ended by itself with {said['code']}")
                 if "exception" in said and not str(said.get("event")).startswith(_EXPECTED):
                     found.append(f"{said.get('event')}: {said['exception']}"[-_SHOWN_CHARS:])
         elif line.startswith(_TRACEBACK):

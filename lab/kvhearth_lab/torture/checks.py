@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import grpc
 
@@ -17,11 +19,13 @@ from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.faults.connections import STAGES, CutHandshake
 from kvhearth_lab.torture.oracle import failures, look_at_drive
 from kvhearth_lab.torture.report import CRASH, LEAK, LOST, OVER, STALL
-from kvhearth_lab.torture.scene import CapacityWatch
+from kvhearth_lab.torture.scene import WORLD_ENVIRONMENT_NAME, CapacityWatch
 from kvhearth_lab.torture.world import UselessError, World
 from kvhearth_lab.torture.world_config import ROOMY
 
 DRIVE_S = 10.0
+END_S = 5.0
+"""Time for processes to follow their daemon."""
 DESCRIPTORS_MORE = 1
 """Allowance for a connection of the kit's own calls that may be closing."""
 _SHOWN = 8
@@ -134,10 +138,13 @@ def _missing(world: World, client: Client, said: dict[str, object]) -> None:
     assert isinstance(left, list)
     if not left or not world.oracle.keeps or world.oracle.sealed(client.model)[0] != said["epoch"]:
         return
+    daemon = _stats(world)
+    refused = {k: v for k, v in daemon.counters.items() if k.startswith("promotion_failed")}
     text = (
         f"{client.model}: {len(left)} sealed blocks are not served within {world.patience_s} s, "
         f"such as {left[:_SHOWN]} ({_where_they_are(world, client.model, left[:_SHOWN])}); "
-        f"{_described(said, ('absent', 'below', 'reason', 'failed'))}"
+        f"{_described(said, ('absent', 'below', 'reason', 'failed'))}; "
+        f"clients hold {_holds(daemon)}; {refused}"
     )
     world.report.find(LOST, text, world.where, len(left))
     # Report each lost block once.
@@ -191,6 +198,7 @@ def finish(world: World) -> None:
     nothing_is_left(world)
     world.terminate_daemon()
     _files(world)
+    no_process_is_left(world)
 
 
 def nothing_is_left(world: World) -> None:
@@ -205,10 +213,11 @@ def nothing_is_left(world: World) -> None:
     _quiet(world)
     _stats(world)
     time.sleep(_POLL_S)
-    _descriptors_again(world, world.daemon.descriptor_count(segments=False))
-    children = world.daemon.children()
-    if children:
-        world.report.find(LEAK, f"processes of the daemon: {children}", world.where)
+    _descriptors_again(world, _descriptor_counts(world))
+    children, gateways = world.daemon.children(), world.daemon.gateways()
+    if children != gateways or len(gateways) != bool(world.shape.remote):
+        text = f"processes of the daemon: {children}, of which are gateways: {gateways}"
+        world.report.find(LEAK, text, world.where)
 
 
 def copy_state(world: World) -> None:
@@ -256,27 +265,37 @@ def _quiet(world: World) -> None:
 
     def held() -> str:
         found = _stats(world)
-        facts = {"sessions": found.sessions, "groups": found.groups, "leases": found.leases}
-        for part in found.segments:
-            facts["reserved bytes"] = part.reserved_bytes
-            facts["quarantined bytes"] = part.quarantined_bytes
-            facts["held bytes"] = part.held_bytes
-        if found.books_error:
-            return found.books_error
-        return ", ".join(f"{count} {name}" for name, count in facts.items() if count)
+        return found.books_error or _holds(found)
 
     if described := _until(held, world.patience_s):
         text = f"after all clients have ended: {described}; {world.daemon.members()}"
         world.report.find(LEAK, text, world.where)
 
 
-def _descriptors_again(world: World, first: int) -> None:
+def _holds(found: admin_pb2.StatsResponse) -> str:
+    """Describe what clients hold; empty if that is nothing."""
+    facts = {"sessions": found.sessions, "groups": found.groups, "leases": found.leases}
+    for part in found.segments:
+        facts["reserved bytes"] = part.reserved_bytes
+        facts["quarantined bytes"] = part.quarantined_bytes
+        facts["held bytes"] = part.held_bytes
+    return ", ".join(f"{count} {name}" for name, count in facts.items() if count)
+
+
+def _descriptor_counts(world: World) -> list[int]:
+    """Return the number of descriptors of the daemon, and of each gateway."""
+    gateways = [len(os.listdir(f"/proc/{pid}/fd")) for pid in world.daemon.gateways()]
+    return [world.daemon.descriptor_count(segments=False), *gateways]
+
+
+def _descriptors_again(world: World, first: list[int]) -> None:
     """Check for leaked descriptors after attaches break off, a client comes and goes, and another
     is killed.
     """
     CutHandshake().run(world, {"stages": [*STAGES, *STAGES], "cuts": [0.5] * 2 * len(STAGES)})
-    for kill in (False, True):
-        client = world.add_client(0)
+    indexes = {0, *world.shape.remote[-1:]}
+    for kill, index in itertools.product((False, True), sorted(indexes)):
+        client = world.add_client(index)
         said = client.ask("check", numbers=[], suspects=[], deadline_s=world.patience_s)
         if said is None or not said["ready"]:
             _hang(world, client, "an attach")
@@ -287,8 +306,9 @@ def _descriptors_again(world: World, first: int) -> None:
     _quiet(world)
 
     def more() -> str:
-        now = world.daemon.descriptor_count(segments=False)
-        return f"{now} descriptors, {first} before" if now > first + DESCRIPTORS_MORE else ""
+        now = _descriptor_counts(world)
+        grown = any(b > a + DESCRIPTORS_MORE for a, b in zip(first, now, strict=True))
+        return f"{now} descriptors (daemon, gateways), {first} before" if grown else ""
 
     if described := _until(more, world.patience_s):
         names = []
@@ -305,3 +325,20 @@ def _files(world: World) -> None:
     left += [path.name for path in world.arena_dir.glob("*.new")]
     if left:
         world.report.find(LEAK, f"files are left: {sorted(left)}", world.where)
+
+
+def no_process_is_left(world: World) -> None:
+    """Check that no process of any of the world's daemons outlives it."""
+    mark = f"{WORLD_ENVIRONMENT_NAME}={world.places.folder}\0".encode()
+
+    def left() -> str:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes():
+                    command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found.append(f"{path.parent.name} ({command.decode(errors='replace')})")
+        return ", ".join(found)
+
+    if described := _until(left, END_S):
+        world.report.find(LEAK, f"processes outlive the daemon: {described}", world.where)

@@ -352,13 +352,16 @@ class Worker:
         faults.arm(command["fault"])
 
     def _cut(self, command: Line) -> Line:
-        """Shut down connections to the daemon while they are in use: ``what`` is life or calls."""
+        """Shut down connections to the daemon while they are in use: ``what`` is life or calls. A
+        remote client's are all cut.
+        """
         name = {"life": "attach.sock", "calls": "calls.sock"}[command["what"]]
         cut = 0
         for number in _descriptors():
             try:
                 with socket.socket(fileno=os.dup(number)) as one:
-                    if str(one.getpeername()).endswith(name):
+                    peer = one.getpeername()
+                    if isinstance(peer, tuple) or str(peer).endswith(name):
                         one.shutdown(socket.SHUT_RDWR)
                         cut += 1
             except (OSError, UnicodeDecodeError):

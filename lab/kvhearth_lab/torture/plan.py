@@ -16,7 +16,7 @@ from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.world_config import Shape, shape_of
 
 STEPS_MAX = 10
-VERSION = 3
+VERSION = 4
 
 
 @dataclass
@@ -54,6 +54,7 @@ class SeededPlan:
     faults: Sequence[str]
     ssd: bool
     first: int = 0
+    gateway: bool | None = None
 
     def plans(self) -> Iterator[Plan]:
         """Yield the worlds from ``first`` on."""
@@ -71,7 +72,12 @@ class SeededPlan:
 
     def _shape(self, number: int) -> tuple[random.Random, Shape]:
         rng = random.Random(f"{self.seed}/{number}")
-        shape = shape_of(rng, number, ssd=self.ssd, skewed="clock_jump" in self.faults)
+        shape = shape_of(
+            *(rng, number),
+            ssd=self.ssd,
+            skewed="clock_jump" in self.faults,
+            gateway=self.gateway,
+        )
         return rng, shape
 
     def _steps(self, rng: random.Random, decks: Decks, shape: Shape) -> Iterator[Step]:

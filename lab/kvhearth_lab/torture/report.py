@@ -64,9 +64,9 @@ class Stalls:
         self._windows: list[Window] = []
         self._lock = threading.Lock()
 
-    def open(self, why: str) -> Window:
-        """Open a window at the begin of a fault."""
-        window = Window(why, time.monotonic())
+    def open(self, why: str, whose: str = "") -> Window:
+        """Open a window at the begin of a fault, of ``whose`` process only if that is given."""
+        window = Window(why, time.monotonic(), whose=whose)
         self._add(window)
         return window
 

@@ -41,6 +41,7 @@ class Options:
         seconds: time by which the last world is over, unless its last step took unusually long.
         faults: names of faults; empty for all.
         ssd: include worlds with a drive.
+        gateway: whether worlds have remote clients; None for some of them.
         first: number of the first world.
         worlds: number of worlds, 0 for as many as there is time for.
         log: file to write steps to.
@@ -53,6 +54,7 @@ class Options:
     roots: Roots
     faults: Sequence[str] = ()
     ssd: bool = True
+    gateway: bool | None = None
     first: int = 0
     worlds: int = 0
     log: Path | None = None
@@ -74,7 +76,8 @@ class Options:
             )
         if self.replay is not None:
             return recorded(self.replay)
-        seeded = SeededPlan(self.seed, list(self.faults or TABLE), self.ssd, self.first)
+        faults = list(self.faults or TABLE)
+        seeded = SeededPlan(self.seed, faults, self.ssd, self.first, self.gateway)
         shapes = list(itertools.islice(seeded.shapes(), self.worlds or _SHAPES))
         idle = [name for name in self.faults if not any(map(TABLE[name].fits, shapes))]
         # One world need not fit all requested faults, but must fit at least one.
@@ -82,7 +85,7 @@ class Options:
             raise KVHearthError(
                 Reason.CONFIG_INVALID,
                 f"--faults: {', '.join(idle)} cannot happen in the worlds that are left by "
-                "--no-ssd or --world",
+                "--no-ssd, --no-gateway or --world",
             )
         return seeded.plans()
 
@@ -171,6 +174,7 @@ def _world(course: _Course, plan: Plan) -> list[str]:
                 if client.alive:
                     client.kill()
             world.daemon.kill()
+            world.network.stop()
         world.judge_slow()
         report.worlds[plan.shape.kind] += 1
         report.excused.update(world.oracle.excused)

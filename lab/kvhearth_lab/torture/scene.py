@@ -19,6 +19,7 @@ from kvhearth_lab.harness.engine import key_of
 from kvhearth_lab.harness.faults import set_offsets
 from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.damage import ARENA, DRIVE
+from kvhearth_lab.torture.network import Network
 from kvhearth_lab.torture.oracle import Oracle
 from kvhearth_lab.torture.plan import Plan
 from kvhearth_lab.torture.report import Report, Stalls
@@ -149,10 +150,15 @@ PATIENCE_S = 15.0
 """Time within which blocks must be served, resources released and processes closed."""
 
 
+WORLD_ENVIRONMENT_NAME = "TORTURE_WORLD"
+"""Variable by which all processes of a world's daemons are found."""
+
+
 class Scenario:
     """Places, promises, and the daemon's settings; the daemon does not run yet.
 
     Attributes:
+        network: the way of remote clients to the gateway.
         models: names of the shape's models.
         patience_s: ``PATIENCE_S``; shorter where blocks are known to be lost.
         monotonic_s: offset of the daemon's monotonic clock.
@@ -176,12 +182,14 @@ class Scenario:
         self.counted: tuple[str, dict[str, int]] = ("", {})
         self.orders()
         set_offsets(places.clock, 0.0, 0.0)
+        self.network = Network(self.shape.remote)
         self.daemon = Daemon(
             places.folder,
             places.arena if self.shape.arena_stays else None,
-            self.shape.settings(places.ssd),
+            self.shape.settings(places.ssd, self.network.port),
             tied(places.clock if self.shape.skewed else None),
         )
+        self.daemon.environment[WORLD_ENVIRONMENT_NAME] = str(places.folder)
         if self.shape.ssd_bytes:
             self.daemon.environment[DISK_ENVIRONMENT_NAME] = str(places.orders)
 
@@ -210,13 +218,14 @@ class Scenario:
         return f"m{self.plan.seed}.{self.plan.number}.{number}"
 
     @contextlib.contextmanager
-    def window(self, why: str) -> Iterator[None]:
-        """Mark slow operations during the block as expected."""
-        opened = self.stalls.open(why)
+    def window(self, why: str, *whose: str) -> Iterator[None]:
+        """Mark slow operations during the block as expected, of these clients (default: of all)."""
+        opened = [self.stalls.open(why, each) for each in whose or ("",)]
         try:
             yield
         finally:
-            self.stalls.close(opened)
+            for each in opened:
+                self.stalls.close(each)
 
     def orders(self, **said: Any) -> None:
         """Command the drive; without arguments it behaves normally again."""

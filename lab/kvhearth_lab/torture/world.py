@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
 
 from kvhearth_lab.harness.client_process import Client, Line
+from kvhearth_lab.harness.daemon import READY_S
+from kvhearth_lab.harness.relay import Relay
 from kvhearth_lab.torture.plan import Plan
 from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, WRONG, Report, Stalls, Window
 from kvhearth_lab.torture.scene import Places, Scenario
@@ -19,7 +23,13 @@ _STORES_A_GO_PRESSED = 120
 _KNOWN_A_GO = 200
 _NUMBERS_A_LIFE = 100_000
 _TICK_S = 0.02
+_DIRECT_EACH = 4
+"""Of this many lives of remote clients one goes past its relay."""
 _URL_OPTIONS = "call_ms=8000&lookup_ms=8000&attach_ms=8000&heartbeat_ms=200"
+
+
+class UselessError(Exception):
+    """The world cannot continue; the problem was reported."""
 
 
 class Clients(Scenario):
@@ -31,6 +41,8 @@ class Clients(Scenario):
         self._lives = 0
         self._slow: list[tuple[Client, str, float, float]] = []
         self._pauses = 0
+        self._direct: set[int] = set()
+        self._killed: set[int] = set()
 
     def traffic(self, seconds: float) -> None:
         """Let clients work; return early if the daemon is gone."""
@@ -38,13 +50,20 @@ class Clients(Scenario):
         while (left := end - time.monotonic()) > 0 and not self.daemon.dead:
             time.sleep(min(_TICK_S, left))
 
-    def add_client(self, index: int) -> Client:
-        """Start the client with this index of the shape."""
+    def add_client(self, index: int, *, direct: bool | None = None) -> Client:
+        """Start the client with this index of the shape; a remote one ``direct``ly or by its relay
+        (default: by its relay mostly).
+        """
         model, cache = self.shape.clients[index]
+        url = self.daemon.url(_URL_OPTIONS)
+        if index in self.shape.remote:
+            direct = self._lives % _DIRECT_EACH == 0 if direct is None else direct
+            (self._direct.add if direct else self._direct.discard)(index)
+            url = self.network.url(index, _URL_OPTIONS, direct=direct)
         page_bytes, shards = self.shape.models[model]
         self._lives += 1
         start = {
-            "url": self.daemon.url(_URL_OPTIONS),
+            "url": url,
             "engine_id": f"e{index}",
             "model": self.model_name(model),
             "page_bytes": page_bytes,
@@ -65,14 +84,53 @@ class Clients(Scenario):
         """Return a client, by a number of the dice."""
         return self.clients[number % len(self.clients)]
 
-    def replace(self, client: Client, *, kill: bool) -> None:
-        """End a client and start one in its place."""
+    def local_clients(self) -> list[Client]:
+        """Return the clients that attach on the daemon's own socket."""
+        return [each for n, each in enumerate(self.clients) if n not in self.shape.remote]
+
+    def relayed(self, number: int) -> tuple[Client, Relay]:
+        """Return a remote client whose connections go through its relay, by a number of the dice.
+        A client is replaced if there is none.
+        """
+        found = [n for n in self.shape.remote if n not in self._direct] or self.shape.remote[:1]
+        index = found[number % len(found)]
+        if index in self._direct:
+            self.replace(self.clients[index], kill=False, direct=False)
+        return self.clients[index], self.network.relays[index]
+
+    @contextlib.contextmanager
+    def without_gateway(self, why: str) -> Iterator[None]:
+        """Mark slow operations of remote clients as expected, until a gateway serves after the
+        block; local clients must notice nothing.
+        """
+        with self.window(why, *(f"e{index}" for index in self.shape.remote)):
+            yield
+            self._await_gateway()
+
+    def kill_gateway(self) -> None:
+        """Send SIGKILL to the gateway, also to one that only starts."""
+        for pid in self.daemon.children():
+            self._killed.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _await_gateway(self) -> None:
+        end = time.monotonic() + READY_S
+        while not self.daemon.dead and not set(self.daemon.gateways()) - self._killed:
+            time.sleep(_TICK_S)
+            if time.monotonic() > end:
+                text = f"no gateway serves after {READY_S:g} s: {self.daemon.complaints()}"
+                self.report.find(CRASH, text, self.where)
+                raise UselessError
+
+    def replace(self, client: Client, *, kill: bool, direct: bool | None = None) -> None:
+        """End a client and start one in its place; ``direct`` as for ``add_client``."""
         index = self.clients.index(client)
         if kill:
             client.kill()
         else:
             client.end()
-        self.clients[index] = self.add_client(index)
+        self.clients[index] = self.add_client(index, direct=direct)
         if not self._pauses:
             self.go(self.clients[index])
 
@@ -156,10 +214,6 @@ class Clients(Scenario):
             self.report.stall(left, f"{client.name} {name}", self.where)
 
 
-class UselessError(Exception):
-    """The world cannot continue; the problem was reported."""
-
-
 class World(Clients):
     """A crew with its daemon's starts and ends."""
 
@@ -182,6 +236,10 @@ class World(Clients):
             UselessError: it does not come up.
         """
         self.launch_daemon(fault)
+        return self.wait_daemon(fault)
+
+    def wait_daemon(self, fault: str = "") -> bool:
+        """Wait for a daemon that was launched; as ``start_daemon``."""
         if not self.daemon.wait_ready():
             status = self.daemon.exit_code
             if fault and status == -9:
@@ -193,6 +251,9 @@ class World(Clients):
         if self._down is not None:
             self.stalls.close(self._down)
             self._down = None
+        if self.shape.remote:
+            with self.without_gateway("gateway starts"):
+                pass
         return True
 
     def kill_daemon(self, *, settled: bool = True) -> None:

@@ -23,6 +23,8 @@ FLEETING = "fleeting"
 PRESSED = "pressed"
 """Too little of both: eviction everywhere; no byte may be wrong, no capacity exceeded."""
 KINDS = (ROOMY, SPILLING, FLEETING, PRESSED)
+GATEWAY_HOST = "127.0.0.1"
+_GATEWAY_SHARE = 0.35
 _FLUSHED = 4
 _PAGES = (4096, 16384, 16384, 40000, 49152)
 
@@ -40,6 +42,7 @@ class Shape:
         clients: (model, whether it uses the simple API, too) of each client.
         blocks_max: blocks that clients begin to store, in all.
         skewed: whether the daemon's clocks can jump.
+        remote: numbers of the clients that reach the daemon by its gateway.
     """
 
     kind: str
@@ -53,6 +56,12 @@ class Shape:
     interface: str
     verify_adopted: bool
     skewed: bool
+    remote: tuple[int, ...] = ()
+
+    @property
+    def has_local(self) -> bool:
+        """Whether a client attaches on the daemon's own socket."""
+        return len(self.remote) < len(self.clients)
 
     @property
     def arena_stays(self) -> bool:
@@ -69,8 +78,10 @@ class Shape:
         """Whether no sealed block may get lost without a fault that took it."""
         return self.kind != PRESSED
 
-    def settings(self, ssd: Path) -> dict[str, object]:
-        """Return the daemon's settings, by field name; ``ssd`` is the drive's directory."""
+    def settings(self, ssd: Path, port: int = 0) -> dict[str, object]:
+        """Return the daemon's settings, by field name; ``ssd`` is the drive's directory, ``port``
+        that of its gateway.
+        """
         values: dict[str, object] = {
             "memory": self.memory_bytes,
             "slab_bytes": SLAB_BYTES,
@@ -84,6 +95,8 @@ class Shape:
             "http": "off",
             "verify_adopted": self.verify_adopted,
         }
+        if self.remote:
+            values["listen"] = f"{GATEWAY_HOST}:{port}"
         if self.ssd_bytes:
             values["ssd_dirs"] = f"{ssd}={self.ssd_bytes}"
             values["ssd_segment_bytes"] = self.segment_bytes
@@ -104,12 +117,15 @@ class Shape:
         """
         models = tuple((int(a), int(b)) for a, b in said["models"])
         clients = tuple((int(a), bool(b)) for a, b in said["clients"])
-        return cls(**{**said, "models": models, "clients": clients})
+        remote = tuple(int(a) for a in said["remote"])
+        return cls(**{**said, "models": models, "clients": clients, "remote": remote})
 
 
-def shape_of(rng: random.Random, number: int, *, ssd: bool, skewed: bool) -> Shape:
+def shape_of(
+    rng: random.Random, number: int, *, ssd: bool, skewed: bool, gateway: bool | None = None
+) -> Shape:
     """Return the shape of world ``number``; kinds rotate. With ``skewed``, its clocks may jump if
-    the dice say so.
+    the dice say so. ``gateway`` forces a gateway or forbids it; by default the dice decide.
     """
     kinds = (SPILLING, ROOMY, FLEETING, PRESSED) if ssd else (ROOMY, PRESSED)
     kind = kinds[number % len(kinds)]
@@ -129,17 +145,27 @@ def shape_of(rng: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sha
     room = 4 * largest + 24 * segment
     if kind == PRESSED:
         room = RESERVE_BYTES + capacity_least(segment) + rng.choice([0, 4]) * segment
+    clients = ((0, shards == 1), (1, True), (rng.choice([0, 1]), False))
+    # Sometimes at random, and certainly in a run of minutes.
+    flush = rng.random() < 0.15 or number % 6 == _FLUSHED
+    interface = rng.choice(["auto", "auto", "auto", "threads"])
+    verify_adopted = rng.random() < 0.7
+    skewed = skewed and rng.random() < 0.5
+    # The last draws: what comes before is the same with and without a gateway.
+    by_dice = rng.random() < _GATEWAY_SHARE
+    remote = rng.sample(range(len(clients)), rng.choice([1, 2, 3, 3]))
+    has_gateway = by_dice if gateway is None else gateway
     return Shape(
         kind=kind,
         memory_bytes=memory,
         ssd_bytes=room if has_ssd else 0,
         segment_bytes=segment,
         models=models,
-        clients=((0, shards == 1), (1, True), (rng.choice([0, 1]), False)),
+        clients=clients,
         blocks_max=blocks if kind != PRESSED else 12 * blocks,
-        # Sometimes at random, and certainly in a run of minutes.
-        flush=rng.random() < 0.15 or number % 6 == _FLUSHED,
-        interface=rng.choice(["auto", "auto", "auto", "threads"]),
-        verify_adopted=rng.random() < 0.7,
-        skewed=skewed and rng.random() < 0.5,
+        flush=flush,
+        interface=interface,
+        verify_adopted=verify_adopted,
+        skewed=skewed,
+        remote=tuple(sorted(remote)) if has_gateway else (),
     )

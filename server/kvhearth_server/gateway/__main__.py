@@ -5,6 +5,8 @@ With arguments it is ``kvhearth gateway``.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -23,6 +25,7 @@ from kvhearth_server.gateway.reporter import Reporter
 from kvhearth_server.gateway.server import Gateway, Limits
 from kvhearth_server.observability import logs
 
+_PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.001
 _STACK_BYTES = 512 << 10
 _DESCRIPTORS = 8192
@@ -56,8 +59,9 @@ def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> N
         signal.signal(number, lambda *_: stopping.set())
     signal.signal(signal.SIGHUP, lambda *_: hung_up.set())
     gateway.start(listeners)
-    sys.stdout.write("serving\n")
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # the parent died: stdin ends as well
+        sys.stdout.write("serving\n")
+        sys.stdout.flush()
     threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
     while not stopping.wait(0.2):
         if hung_up.is_set():
@@ -77,7 +81,13 @@ def _watch_parent(stopping: threading.Event) -> None:
 
 def main() -> int:
     """Run a child of ``processes.GatewayProcesses``; return the exit status."""
-    message = json.loads(sys.stdin.buffer.readline())
+    # Listening sockets are inherited: a stopped or busy orphan would keep the address, and the
+    # arena, from the next parent. If the parent has died before, stdin is at its end.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return 0  # the parent died
+    message = json.loads(line)
     settings = Settings(**message["settings"])
     logs.configure(settings.log_level, settings.log_format)
     logs.capture()

@@ -83,11 +83,18 @@ class GatewayProcesses:
         pause_s = _PAUSE_FIRST_S
         while True:
             began = time.monotonic()
-            code = await self._live(place, listeners)
-            self._restarted()
-            if time.monotonic() - began > _STEADY_S:
-                pause_s = _PAUSE_FIRST_S
-            _log.error("gateway.ended", index=place.index, code=code, again_in_s=pause_s)
+            try:
+                code = await self._live(place, listeners)
+            except OSError as error:
+                # Out of descriptors or processes: the others must go on.
+                _log.error(
+                    "gateway.cannot_start", index=place.index, error=str(error), again_in_s=pause_s
+                )
+            else:
+                self._restarted()
+                if time.monotonic() - began > _STEADY_S:
+                    pause_s = _PAUSE_FIRST_S
+                _log.error("gateway.ended", index=place.index, code=code, again_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import secrets
 import threading
@@ -123,8 +124,9 @@ class RemoteSession:
         book: the grants of its group.
         mapping: the arena; None for a process that did not ask for it.
         index: the daemon's index, by which the gateway answers if it is shared.
-        line: the life line; None while it is broken.
-        expires: monotonic time at which a broken life line ends the session.
+        line: the life line; None while it is broken, and before the first.
+        expires: monotonic time at which a broken life line ends the session; infinite before the
+            first.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class RemoteSession:
         self.book = Book()
         self.puts = PutLog()
         self.line: Stream | None = None
-        self.expires = 0.0
+        self.expires = math.inf
         self.ended = False
         self._changed = threading.Condition()
         self._streams: dict[Stream, Purpose] = {}
@@ -244,13 +246,14 @@ class Sessions:
         self._books: dict[GroupKey, Book] = {}
 
     def open(self, identity: Identity, hello: Hello) -> RemoteSession:
-        """Attach for a remote process; one that it names as its previous session is ended first.
+        """Attach for a remote process. Ended first are a session that it names as its previous
+        one, and one whose place it takes.
 
         Raises:
             KVHearthError: as ``kvhearth.session.link.attach``; ``memory_unavailable``.
         """
         for each in self.all():
-            if _precedes(each, identity, hello):
+            if _precedes(each, identity, hello) or _makes_way(each, identity, hello):
                 self.end(each, "followed")
         meter = self._meters.of(identity)
         meter.open_session()
@@ -369,6 +372,20 @@ def _precedes(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
         and session.hello.engine_id == hello.engine_id
         and (session.welcome.boot_id, session.welcome.session)
         == (hello.previous_boot, hello.previous_session)
+    )
+
+
+def _makes_way(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
+    """Return whether a session without a life line has the newcomer's place in its engine. Its
+    process is dead, most likely, and the newcomer would be refused until the session is given up.
+    """
+    theirs = session.hello
+    return (
+        session.line is None
+        and session.expires < math.inf
+        and session.identity == identity
+        and theirs.engine_id == hello.engine_id
+        and ((theirs.scheduler and hello.scheduler) or theirs.rank == hello.rank >= 0)
     )
 
 

@@ -147,6 +147,9 @@ class KillClientAtPoint(Fault):
     help = "kill -9 of a client at a fault point: in the middle of a copy, right after it"
     weight = 2
 
+    def fits(self, shape: Shape) -> bool:
+        return shape.has_local  # points are the host copier's
+
     def deal(self, decks: Decks, shape: Shape) -> Parameters:
         return {"point": decks.names(CLIENT_POINT, client_points()).deal(1)[0]}
 
@@ -154,10 +157,11 @@ class KillClientAtPoint(Fault):
         return {"client": rng.randrange(99), "passages": rng.randint(1, 40)}
 
     def aims(self, shape: Shape) -> Iterable[Mark]:
-        return [(CLIENT_POINT, point) for point in client_points()]
+        return [(CLIENT_POINT, point) for point in client_points() if self.fits(shape)]
 
     def run(self, world: World, parameters: Parameters) -> None:
-        victim, point = world.client(parameters["client"]), str(parameters["point"])
+        local, point = world.local_clients(), str(parameters["point"])
+        victim = local[parameters["client"] % len(local)]
         victim.expected_end = True
         for passages in (parameters["passages"], 1):
             victim.ask("arm", fault=f"{point}:{passages}")
@@ -315,14 +319,15 @@ class StopClientCopying(Fault):
     )
 
     def fits(self, shape: Shape) -> bool:
-        return shape.arena_stays
+        return shape.arena_stays and shape.has_local
 
     def plan(self, rng: random.Random, shape: Shape) -> Parameters:
         return {"client": rng.randrange(99), "passages": rng.randint(1, 4)}
 
     def run(self, world: World, parameters: Parameters) -> None:
         # Prefer a client whose model has another client that could take its slots.
-        shared = [each for each in world.clients if self._others(world, each)] or world.clients
+        local = world.local_clients()
+        shared = [each for each in local if self._others(world, each)] or local
         victim = shared[parameters["client"] % len(shared)]
         with world.window("client stopped in a copy"):
             try:
