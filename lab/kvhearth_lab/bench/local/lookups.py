@@ -125,7 +125,6 @@ def lookup_part(result: Result, sizes: Sizes) -> None:
         slot_bytes_min=SMALL_BYTES,
         slab_bytes=SLAB_BYTES,
         http="127.0.0.1:0",
-        shared_index=True,
     ) as daemon:
         said = daemon.ready()
         before = daemon.anonymous_bytes()
@@ -220,7 +219,6 @@ def _layout(result: Result, sizes: Sizes, made: Contract, name: str) -> float:
             memory=slabs * SLAB_BYTES,
             slot_bytes_min=SMALL_BYTES,
             slab_bytes=SLAB_BYTES,
-            shared_index=True,
         ) as daemon,
         contextlib.ExitStack() as undo,
     ):
