@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs lock wheels test-floors sbom advisories clean
+.PHONY: help setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs lock wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -139,7 +139,7 @@ $(SUPPLY)/.ready: deploy/supply.txt
 	touch $@
 
 lock: $(SUPPLY)/.ready ## write the image's locks: the newest versions that pyproject.toml allows, with hashes
-	$(COMPILE) --universal --generate-hashes --upgrade --extra server pyproject.toml -o deploy/docker/requirements.lock
+	$(COMPILE) --universal --generate-hashes --upgrade --extra server --extra encryption pyproject.toml -o deploy/docker/requirements.lock
 	echo 'hatchling>=1.27' | $(COMPILE) --universal --generate-hashes --upgrade - -o deploy/docker/build.lock
 
 FLOORS := $(VENV)-floors
@@ -147,7 +147,7 @@ FLOORS := $(VENV)-floors
 $(FLOORS)/.ready: pyproject.toml $(SUPPLY)/.ready
 	rm -rf $(FLOORS)
 	$(SUPPLY)/bin/uv venv -q --python $(PYTHON) $(FLOORS)
-	$(COMPILE) --resolution lowest-direct --extra server pyproject.toml -o $(FLOORS)/floors.txt
+	$(COMPILE) --resolution lowest-direct --extra server --extra encryption pyproject.toml -o $(FLOORS)/floors.txt
 	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python -r $(FLOORS)/floors.txt hypothesis psutil pytest pytest-timeout pytest-xdist
 	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python --no-deps -e . -e ./lab
 	touch $@
@@ -176,7 +176,7 @@ wheels: $(WHEELS)/.ready ## wheels with the native module for x86-64 and ARM (di
 
 clean:           ## remove what make built
 	rm -f $(NATIVE)
-	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake dist tests/gpu/kit
+	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis dist tests/gpu/kit
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)
@@ -192,6 +192,9 @@ $(VENV)-%/.ready: tests/bench/peers/%.txt tests/bench/peers/install.sh
 
 bench-peers: $(VENV)/.ready $(VENV)-lmcache/.ready $(VENV)-mooncake/.ready ## LMCache and Mooncake Store beside ours, each in an environment of its own (1.7 GB)
 	$(BIN)/kvhearth bench peers --json --lmcache $(VENV)-lmcache/bin/python --mooncake $(VENV)-mooncake/bin/python $(BENCH_ARGS)
+
+bench-remote: $(VENV)/.ready $(VENV)-redis/.ready $(VENV)-mooncake/.ready $(VENV)-lmcache/.ready ## puts and gets over loopback TCP beside bare sockets, Redis, Mooncake and LMCache's server; the last line is one JSON object (8 GiB of memory)
+	$(BIN)/kvhearth bench remote --json --redis $(VENV)-redis/bin/python --mooncake $(VENV)-mooncake/bin/python --lmcache $(VENV)-lmcache/bin/python $(BENCH_ARGS)
 
 bench-ssd: $(VENV)/.ready $(VENV)-lmcache/.ready $(ENGINES)/.packages ## the SSD tier against its own drive, and others' files; the last line is one JSON object (needs 5 GiB of the drive)
 	$(BIN)/kvhearth bench ssd --json --lmcache $(VENV)-lmcache/bin/python --vllm $(ENGINES)/bin/python $(BENCH_ARGS)

@@ -7,19 +7,23 @@ for every load. A question that the index cannot answer goes to the daemon.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
-from kvhearth.model import EXTENT_DTYPE, Bools, Records, Tier
-from kvhearth.native.table import Table
+from kvhearth.model import EXTENT_DTYPE, Records, Tier
+from kvhearth.native.table import Found, Table
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import GroupResult, Lease, LookupResult, blocks_back
 from kvhearth.session.link import Link
 from kvhearth.wire.handshake import Welcome
 from kvhearth.wire.messages import Query, whole_group
+
+# Each access to an enumeration member by name costs a search.
+_FULL = GroupKind.FULL
 
 
 class _Answer(NamedTuple):
@@ -57,12 +61,18 @@ def find_mapped(
     return LookupResult(hit, lease, groups, 0, "", "", link.boot_id, lease_id)
 
 
-def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> pb.LookupRequest:
-    """Return the lookup by which the daemon hears of a question that was answered without it."""
-    # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
-    request = pb.LookupRequest(epoch=epoch, lease_id=0 if lease is None else lease.id)
-    query.put_into(request.groups)
-    return request
+def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> Callable[[], pb.LookupRequest]:
+    """Return a function that makes the lookup by which the daemon hears of a question that was
+    answered without it; nobody who waits for the answer calls it.
+    """
+
+    def make() -> pb.LookupRequest:
+        # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
+        request = pb.LookupRequest(epoch=epoch, lease_id=0 if lease is None else lease.id)
+        query.put_into(request.groups)
+        return request
+
+    return make
 
 
 def _without_lease(found: GroupResult) -> GroupResult:
@@ -78,14 +88,14 @@ def _answer(
         return None
     (first, *others) = query.blobs
     complete = welcome.memory_only and not table.unplaced_count
-    if complete and not others and contract.groups[first].kind is GroupKind.FULL:
+    if complete and not others and contract.groups[first].kind is _FULL:
         return _prefix(table, contract, query, first, space)
     seen = {}
     for group, count in query.sent.items():
-        extents = np.empty((count, contract.groups[group].shards), EXTENT_DTYPE)
-        if _find(table, contract, query, group, space, extents, None) < count:
+        found = _find(table, contract, query, group, space, every=False)
+        if found.hits < count:
             return None
-        seen[group] = extents
+        seen[group] = _records(found).reshape(count, contract.groups[group].shards)
     specs = [contract.groups[group] for group in seen]
     step = math.lcm(*(spec.block_tokens for spec in specs))
     ends = [
@@ -99,30 +109,36 @@ def _answer(
 
 
 def _find(
-    table: Table,
-    contract: Contract,
-    query: Query,
-    group: int,
-    space: int,
-    extents: Records,
-    found: Bools | None,
-) -> int:
-    page_bytes, blob = contract.groups[group].page_bytes, query.blobs[group]
-    return table.find(space + group, blob, contract.hash_bytes, page_bytes, extents, found)
+    table: Table, contract: Contract, query: Query, group: int, space: int, *, every: bool
+) -> Found:
+    spec, blob = contract.groups[group], query.blobs[group]
+    return table.find(
+        space + group, blob, contract.hash_bytes, spec.page_bytes, spec.shards, every=every
+    )
 
 
-def _prefix(table: Table, contract: Contract, query: Query, group: int, space: int) -> _Answer:
+def _records(found: Found) -> Records:
+    """Return the extents as an array that is the caller's own."""
+    return np.frombuffer(bytearray(found.extents[:-1]), EXTENT_DTYPE)
+
+
+def _prefix(
+    table: Table, contract: Contract, query: Query, group: int, space: int
+) -> _Answer | None:
     """Answer for one group of which a hit needs all blocks from the start."""
     count, spec = query.sent[group], contract.groups[group]
-    extents = np.empty((count, spec.shards), EXTENT_DTYPE)
-    found = np.zeros(count, np.bool_)
-    hits = run = _find(table, contract, query, group, space, extents, found)
-    if hits == count:
-        return _Answer(count * spec.block_tokens, {group: whole_group(count, extents.reshape(-1))})
-    run = int(found.argmin())
+    found = _find(table, contract, query, group, space, every=True)
+    if found.hits == count:
+        whole = whole_group(count, _records(found))
+        return _Answer(count * spec.block_tokens, {group: whole})
+    if found.doubtful or found.mask is None:
+        return None
+    run = found.mask.index(0)
+    present = np.frombuffer(bytearray(found.mask[:count]), np.bool_)
     leased = np.arange(count) < run
-    tiers = np.where(found, np.uint8(Tier.DRAM), np.uint8(Tier.NOWHERE))
-    result = GroupResult(found, found.copy(), leased, tiers, extents[:run].reshape(-1))
+    tiers = np.where(present, np.uint8(Tier.DRAM), np.uint8(Tier.NOWHERE))
+    extents = _records(found)[: run * spec.shards]
+    result = GroupResult(present, present.copy(), leased, tiers, extents)
     return _Answer(run * spec.block_tokens, {group: result})
 
 

@@ -43,6 +43,8 @@ locked "$target" requirements.lock
 # of the native module: with a part of them it would count as compiled from others.
 find "$target/lib" -depth -type d \( -name tests -o -name include -o -path '*/numpy/f2py' -o -path '*/kvhearth/native/src' \) -exec rm -rf {} +
 rm -f "$target"/bin/f2py "$target"/bin/numpy-config
+# cffi compiles modules by these; cryptography's are compiled, and load _cffi_backend only.
+rm -rf "$target"/lib/python3*/site-packages/cffi "$target"/lib/python3*/site-packages/pycparser
 find "$target/lib" -type f \( -name '*.pyi' -o -name '*.a' -o -name '*.pxd' -o -name '*.h' \) -delete
 
 # It was made below IMAGE and will run at /opt/kvhearth.

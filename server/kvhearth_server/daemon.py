@@ -347,8 +347,12 @@ def _spawn(
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
     if engine.durable:
         supervisor.spawn("catalogue", engine.catalogue.run)
-    supervisor.spawn("lag", partial(watch_lag, engine.timings.loop_lag))
-    supervisor.spawn("garbage", partial(collect_when_idle, lambda: engine.core.state.clock))
+
+    def calls() -> int:
+        return engine.core.state.clock
+
+    supervisor.spawn("lag", partial(watch_lag, engine.timings.loop_lag, calls))
+    supervisor.spawn("garbage", partial(collect_when_idle, calls))
     if engine.arena.keeper is not None:
         supervisor.spawn("keeper", partial(_keep, engine.arena))
     if not engine.arena.trim():

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.native import without_native
 from support.raw_door import RawSession
 from support.scripted_engine import scripted_engine
 from support.served import served
@@ -22,7 +23,7 @@ from support.ssd_kit import new_keys
 from kvhearth import native
 from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract, GroupKind, GroupSpec, namespace_digest
-from kvhearth.native.table import Shape
+from kvhearth.native.table import NAMESPACES, Shape, Table
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth.results import CommitGroup, LookupResult
 from kvhearth.url import parse_url
@@ -260,6 +261,83 @@ def _read_for_ever(daemon: Daemon, keys: list[bytes]) -> None:
         client.lookup_mapped({0: keys})
 
 
+def test_a_client_that_is_killed_while_it_comes_or_looks_up_leaves_nothing() -> None:
+    """The kill falls anywhere between the first byte of its hello and its posted lookups."""
+    random_ = random.Random(5)
+    with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
+        keys = new_keys(20)
+        assert engine.store(keys).bound == keys
+        before = daemon.descriptor_count()
+        for _ in range(12):
+            child = os.fork()
+            if not child:
+                _read_for_ever(daemon, keys)
+            time.sleep(random_.random() * 0.08)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        until(lambda: daemon.stats().sessions == 1, "only the engine is left")
+        until(lambda: not daemon.stats().leases, "their leases end")
+        until(lambda: daemon.descriptor_count() <= before, "their descriptors are closed")
+        found = mapped(engine, keys)
+        assert right(engine, keys, found) == 20
+        engine.client.release(found.lease)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to attach as another user")
+def test_a_table_has_no_word_of_another_tenants_keys() -> None:
+    """The same contract, engine and keys: each tenant maps a table of its own segment."""
+    tenants = f"a={OTHER}:8MiB b={os.getuid()}:8MiB"
+    with (
+        running_daemon(arena=False, tenants=tenants, shared_index=True) as daemon,
+        contextlib.ExitStack() as ends,
+    ):
+        ours = ends.enter_context(ready(daemon))
+        with as_user(daemon, OTHER):
+            theirs = ends.enter_context(ready(daemon))
+            seen = _table_of(daemon, ends)
+        own = _table_of(daemon, ends)
+        keys, others = new_keys(40), new_keys(40)
+        assert ours.store(keys).bound == keys
+        assert theirs.store(others).bound == others
+        for engine, known, unknown in ((ours, keys, others), (theirs, others, keys)):
+            assert right(engine, known, mapped(engine, known)) == 40
+            assert not mapped(engine, unknown).groups[0].present.any()
+            assert not engine.client.lookup({0: unknown}).groups[0].present.any()
+        for memory, known, unknown in ((own, keys, others), (seen, others, keys)):
+            data = bytes(memory)
+            assert all(data.count(key) == 1 for key in known)
+            assert not any(key[at : at + 8] in data for key in unknown for at in (0, 8, 16, 24))
+            # The first 8 bytes of the rows count blocks without room; one namespace has a row.
+            rows = np.frombuffer(data[8 : 8 * NAMESPACES], np.uint64)
+            assert np.count_nonzero(rows) == 1
+
+
+OTHER = 65534
+
+
+@contextlib.contextmanager
+def as_user(daemon: Daemon, uid: int) -> Iterator[None]:
+    """Connect as another user within the block."""
+    # Access to the socket is controlled by its directory.
+    daemon.folder.chmod(0o755)
+    daemon.socket_dir.chmod(0o755)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def _table_of(daemon: Daemon, ends: contextlib.ExitStack) -> mmap.mmap:
+    """The memory of the table that the present user gets, as long as ``ends`` is open."""
+    session = ends.enter_context(
+        RawSession(daemon, contract=CONTRACT.to_json(), engine_id="raw", shared_index=True)
+    )
+    (table,) = session.welcome["tables"]
+    _, index = session.line.descriptors
+    return ends.enter_context(mmap.mmap(index, Shape(**table).bytes, prot=mmap.PROT_READ))
+
+
 def test_a_clients_memory_of_the_index_is_read_only() -> None:
     with (
         running_daemon(arena=False, shared_index=True) as daemon,
@@ -295,6 +373,49 @@ def test_without_the_setting_or_the_wish_there_is_no_table(hello: dict[str, bool
         assert engine.store(keys).bound == keys
         assert engine.client.lookup_mapped({0: keys}) is None
         assert engine.client.lookup({0: keys}).hit_tokens == 5 * 16
+
+
+@pytest.mark.parametrize("side", ["daemon", "client"])
+def test_without_the_native_module_on_one_side_lookups_are_calls(
+    side: str,
+) -> None:
+    with stopped_daemon(arena=False) as daemon, contextlib.ExitStack() as ends:
+        if side == "daemon":
+            daemon.environment[native.VARIABLE] = "0"
+        daemon.start()
+        if side == "client":
+            ends.enter_context(without_native())
+        engine = ends.enter_context(ready(daemon))
+        keys = new_keys(5)
+        assert engine.store(keys).bound == keys
+        assert not engine.client.index_mapped
+        assert engine.client.lookup_mapped({0: keys}) is None
+        assert right(engine, keys, engine.client.lookup({0: keys})) == 5
+        said = "turned off by KVHEARTH_NATIVE=0"
+        logged = [line for line in daemon.log_text().splitlines() if "shared_index.off" in line]
+        assert [said in line for line in logged] == ([True] if side == "daemon" else [])
+
+
+def test_an_entry_that_a_stuck_writer_left_is_asked_for_by_a_call() -> None:
+    """The daemon lives, but its writer seems to have stopped in the middle of an entry."""
+    with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
+        keys = new_keys(8)
+        assert engine.store(keys).bound == keys
+        link = engine.client._session_manager.link
+        assert link is not None
+        tables = link.tables
+        assert isinstance(tables, list)
+        (table,) = tables
+        slot = int(mapped(engine, keys).groups[0].extents["slot"][5]) - table.shape.first_slot
+        memory, generations = table._kept
+        stuck = Table(table.shape, memory.copy(), generations)
+        stuck.entries[slot, 0] |= np.uint64(1)
+        tables[0] = stuck
+        assert engine.client.lookup_mapped({0: keys}) is None
+        assert right(engine, keys, engine.client.lookup({0: keys})) == 8
+        assert mapped(engine, keys[:5]).hit_tokens == 5 * 16
+        tables[0] = table
+        assert mapped(engine, keys).hit_tokens == 8 * 16
 
 
 def test_the_index_answers_as_the_daemon_does() -> None:

@@ -82,7 +82,7 @@ def right_ones(engine: Engine, keys: list[bytes]) -> int:
     got = 0
     for start in range(0, len(keys), PAGES):
         portion = keys[start : start + PAGES]
-        until(lambda keys=portion: promoted(engine, keys), "what is there climbs", 60)
+        until(lambda keys=portion: promoted(engine, keys), "blocks on SSD are promoted", 60)
         seen = engine.check(portion)
         assert seen.bad == []
         got += len(seen.right)

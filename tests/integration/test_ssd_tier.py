@@ -21,7 +21,7 @@ def ssd(tmp_path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("arena", [True, False], ids=["arena directory", "anonymous"])
-def test_what_does_not_fit_into_memory_sinks_and_comes_back(
+def test_what_does_not_fit_into_memory_goes_to_ssd_and_comes_back(
     ssd: dict[str, object], arena: bool
 ) -> None:
     with running_daemon(arena=arena, **ssd) as daemon, engine_of(daemon.url(), CONTRACT) as engine:

@@ -45,12 +45,11 @@ class SharedIndexMachine(WritingRules, ReadingRules, RefusalRules):
         space = table.space(namespace.number, namespace.epoch)
         assert space
         assert not table.space(namespace.number, namespace.epoch - 1)
-        extents = np.zeros((KEYS, spec.shards), EXTENT_DTYPE)
-        found = np.zeros(KEYS, np.bool_)
-        blob = b"".join(UNIVERSE)
-        hits = table.find(space + number, blob, 32, spec.page_bytes, extents, found)
-        assert hits == np.count_nonzero(served)
-        assert found.tolist() == served.tolist()
+        seen = table.find(space + number, b"".join(UNIVERSE), 32, spec.page_bytes, spec.shards)
+        assert seen.mask is not None
+        assert seen.hits == np.count_nonzero(served)
+        assert np.frombuffer(seen.mask[:-1], np.bool_).tolist() == served.tolist()
+        extents = np.frombuffer(seen.extents[:-1], EXTENT_DTYPE).reshape(KEYS, spec.shards)
         slots = state.table.all_shards(heads[served], spec.shards)
         wanted = state.table.extents(slots, spec.page_bytes, summed=True)
         got = extents[served].reshape(-1)

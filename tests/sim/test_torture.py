@@ -48,9 +48,9 @@ from kvhearth_lab.torture.world_config import (
     FLEETING,
     PRESSED,
     ROOMY,
-    SINKING,
     SLAB_BYTES,
     SLOT_BYTES_MIN,
+    SPILLING,
     Shape,
 )
 from kvhearth_server.core.slot_table import Geometry, State
@@ -228,9 +228,11 @@ def test_an_orderly_end_that_writes_nothing_is_found(
 
 
 @pytest.mark.slow
-def test_blocks_that_do_not_sink_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_not_written_back_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "DRIVE_S", 5.0)
-    with a_world(tmp_path, SINKING, ssd=48 * MIB) as (world, report):
+    with a_world(tmp_path, SPILLING, ssd=48 * MIB) as (world, report):
         checks.copy_state(world)
         assert found_of(report) == {}, report.texts
         world.orders(errors={"write": errno.EIO})
@@ -402,7 +404,7 @@ def test_a_damaged_log_file_loses_nothing(tmp_path: Path, how: str) -> None:
 @pytest.mark.slow
 def test_nothing_is_lost_while_the_log_is_read_back(tmp_path: Path, footers: bool) -> None:
     memory = 10 * MIB
-    with a_world(tmp_path, SINKING, memory=memory, ssd=128 * MIB, blocks=1500) as (world, report):
+    with a_world(tmp_path, SPILLING, memory=memory, ssd=128 * MIB, blocks=1500) as (world, report):
         until_sealed(world, 600)
         TABLE["slow_read_back"].run(world, {"for_s": 4.0, "footers": footers})
         check(world)
@@ -414,7 +416,7 @@ def until_written_back(world: World) -> None:
     end = time.monotonic() + 20
     while any(world.not_on_disk(sealed=True).values()):
         time.sleep(0.05)
-        assert time.monotonic() < end, "blocks do not sink"
+        assert time.monotonic() < end, "blocks are not written back"
 
 
 @pytest.mark.slow

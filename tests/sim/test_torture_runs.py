@@ -26,7 +26,7 @@ from kvhearth_lab.torture.plan import StepLog
 from kvhearth_lab.torture.report import KINDS
 from kvhearth_lab.torture.run import Options
 from kvhearth_lab.torture.scene import Roots
-from kvhearth_lab.torture.world_config import FLEETING, PRESSED, ROOMY, SINKING
+from kvhearth_lab.torture.world_config import FLEETING, PRESSED, ROOMY, SPILLING
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "60"))
@@ -99,7 +99,7 @@ def test_a_seed_and_a_log_repeat_the_choices(tmp_path: Path) -> None:
     assert [(p.number, p.shape, list(p.steps)) for p in again] == first
     alone = next(iter(Options(5, 1, roots, first=4).plans()))
     assert (alone.number, alone.shape, list(alone.steps)) == first[4]
-    assert {shape.kind for _, shape, _ in first} == {ROOMY, SINKING, FLEETING, PRESSED}
+    assert {shape.kind for _, shape, _ in first} == {ROOMY, SPILLING, FLEETING, PRESSED}
 
 
 def test_all_fault_points_are_known() -> None:

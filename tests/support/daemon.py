@@ -14,13 +14,14 @@ from typing import IO, Any
 
 import pytest
 
+from kvhearth import native
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness import daemon as harness
 from support.nursery import Child, nursery
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 """Directory for arenas: a tmpfs, or a mounted hugetlbfs to try that."""
-SMALL = {
+SMALL: dict[str, object] = {
     "memory": "16MiB",
     "slab_bytes": "2MiB",
     "slot_bytes_min": "16KiB",
@@ -30,8 +31,11 @@ SMALL = {
     "http": "off",
     # Tests that corrupt bytes choose which check must find them.
     "scrub_rate": "0",
+    "shared_index": os.environ.get("KVHEARTH_TEST_SHARED_INDEX") != "false",
 }
 """Settings of a daemon that starts quickly on any machine."""
+_NATIVE = {name: text for name, text in os.environ.items() if name == native.VARIABLE}
+"""Turns the native module off in daemons if the run does without it."""
 
 
 def until(
@@ -86,7 +90,7 @@ class Daemon(harness.Daemon):
             "support.nursery_main:serve_daemon",
             [log.fileno()],
             arguments=flags,
-            environment=dict(environment),
+            environment={**_NATIVE, **environment},
             dram_bytes=self.dram_bytes,
         )
 

@@ -65,6 +65,6 @@ def fetch_all(engine: Engine, keys: list[bytes]) -> list[bytes]:
             right += seen.right
             ended = {*seen.right, *seen.absent}
             left = [key for key in left if key not in ended]
-            assert not left or time.monotonic() < end, f"they do not climb: {found}"
+            assert not left or time.monotonic() < end, f"they are not promoted: {found}"
             time.sleep(0.005 if left else 0)
     return right

@@ -54,11 +54,12 @@ class Rig:
         self, keys: list[bytes], *, shards: int = 1, space: int = SPACE, width: int = 32
     ) -> tuple[Bools, Records]:
         """Which keys are found, and the extents."""
-        extents = np.zeros((len(keys), shards), EXTENT_DTYPE)
-        found = np.zeros(len(keys), np.bool_)
-        hits = self.table.find(space, b"".join(keys), width, PAGE, extents, found)
-        assert hits == np.count_nonzero(found)
-        return found, extents
+        seen = self.table.find(space, b"".join(keys), width, PAGE, shards)
+        assert seen.mask is not None
+        found = np.frombuffer(seen.mask[:-1], np.bool_)
+        assert seen.hits == np.count_nonzero(found)
+        extents = np.frombuffer(seen.extents[:-1], EXTENT_DTYPE)
+        return found, extents.reshape(len(keys), shards)
 
 
 def names(count: int, start: int = 0, width: int = 32) -> list[bytes]:

@@ -84,7 +84,7 @@ def tiered(load_s: float, promotion_s: float, prefill_s: float, **bounds: bool |
     return found
 
 
-def test_what_climbs_faster_than_it_is_computed_is_waited_for() -> None:
+def test_a_promotion_faster_than_computing_is_waited_for() -> None:
     found = tiered(1e-6, 1e-5, 1e-4)
     assert found.prefetches(1000)
     assert found.awaits(0, 1000, 0.02)
@@ -232,7 +232,7 @@ def test_a_shorter_hit_is_no_hit_where_windows_are_not_leased() -> None:
     assert only.reach(LookupResult(128, None, {}), 128) == 0
 
 
-def test_how_far_a_hit_would_reach_if_all_had_climbed() -> None:
+def test_how_far_a_hit_would_reach_if_all_were_promoted() -> None:
     tiers = np.asarray([1, 1, 2, 2, 0, 2], np.uint8)
     ready = tiers == 1
     own = GroupResult(tiers > 0, ready, ready, tiers, np.zeros(2, EXTENT_DTYPE))

@@ -52,9 +52,9 @@ def test_without_a_mask_the_search_ends_at_the_first_hole() -> None:
     rig, keys = Rig(256), names(200)
     rig.put(keys, [[number] for number in range(200)])
     asked = [*keys[:150], b"?" * 32, *keys[150:]]
-    extents = np.zeros((201, 1), EXTENT_DTYPE)
-    assert rig.table.find(SPACE, b"".join(asked), 32, PAGE, extents, None) == 150
-    assert not extents["length"][150:].any()
+    seen = rig.table.find(SPACE, b"".join(asked), 32, PAGE, every=False)
+    assert (seen.hits, seen.mask, seen.doubtful) == (150, None, False)
+    assert not np.frombuffer(seen.extents[:-1], EXTENT_DTYPE)["length"][150:].any()
     found, _ = rig.find(asked)
     assert np.flatnonzero(~found).tolist() == [150]
 
@@ -87,8 +87,18 @@ def test_an_entry_whose_writer_never_ended_is_given_up_and_can_be_written_again(
     rig.table.entries[5, 0] |= np.uint64(1)
     found, _ = rig.find(keys)
     assert np.flatnonzero(~found).tolist() == [5]
+    # Only the daemon can tell whether it is there; the others are certain.
+    for every, asked, certain in (
+        (True, keys, False),
+        (False, keys, False),
+        (True, keys[:5], True),
+        (True, [keys[0], b"?" * 32], True),
+    ):
+        seen = rig.table.find(SPACE, b"".join(asked), 32, PAGE, every=every)
+        assert seen.doubtful is not certain
     rig.put([keys[5]], [[5]])
     assert rig.find(keys)[0].all()
+    assert not rig.table.find(SPACE, b"".join(keys), 32, PAGE).doubtful
 
 
 def test_flags_ask_for_verification() -> None:

@@ -8,7 +8,6 @@ from support.core_kit import SLAB_BYTES, SLOT_BYTES, contract, full, keys
 from support.core_shell import Shell
 
 from kvhearth import native
-from kvhearth.model import EXTENT_DTYPE
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.reservations import CommitItem
 from kvhearth_server.core.slot_table import Geometry
@@ -28,10 +27,10 @@ def test_a_block_that_is_removed_in_the_same_call_is_not_published(count: int) -
     def found() -> list[bool]:
         assert engine.shared_index is not None
         table = engine.shared_index.table(0)
-        mask, extents = np.zeros(count, np.bool_), np.zeros((count, 1), EXTENT_DTYPE)
         space = table.space(namespace.number, namespace.epoch)
-        table.find(space, b"".join(names), 32, SLOT_BYTES, extents, mask)
-        return mask.tolist()
+        mask = table.find(space, b"".join(names), 32, SLOT_BYTES).mask
+        assert mask is not None
+        return [bool(each) for each in mask[:-1]]
 
     def store(number: int) -> None:
         taken = engine.core.writing.reserve(session, number, namespace.epoch, [(0, count)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,14 @@ def test_wrong_files(tmp_path: Path, text: str, why: str) -> None:
     assert why in caught.value.message
     assert ONE not in caught.value.message
     assert "openssl rand" in caught.value.message
+
+
+def test_without_keys_nothing_that_encrypts_is_loaded() -> None:
+    program = (
+        "import sys, kvhearth_server.daemon, kvhearth_server.tiers.ssd.tier\n"
+        "sys.exit(any(name.partition('.')[0] == 'cryptography' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from support.tiers import (
     spoil,
 )
 
+from kvhearth_server.config.load import Settings
+from kvhearth_server.tier_startup import missing_keys
 from kvhearth_server.tiers.base import Corrupt, Done, Missing, TierShares
 from kvhearth_server.tiers.ssd.format import (
     RECORD_BYTES,
@@ -198,6 +201,22 @@ def test_reclaiming_writes_under_the_new_key(tmp_path: Path) -> None:
         desk.rest()
     with opened(tmp_path, NEW, segments=4) as desk:
         assert len(desk.load(hot).rows(Done)) == len(hot)
+
+
+def test_missing_keys_are_told_from_full_files(tmp_path: Path) -> None:
+    """What doctor asks, while no daemon runs."""
+    with opened(tmp_path, OLD) as desk:
+        desk.store_all(range(40))
+        desk.rest()
+    path = tmp_path / "keys.yaml"
+    path.touch(mode=0o600)
+    asked = Settings(ssd_dirs=[f"{tmp_path}=1GiB"], keys_file=path)
+    for key, missing in ((NEW, {key_id(OLD)}), (OLD, set())):
+        path.write_text(f"default: [{{id: k, key: {base64.b64encode(key).decode()}}}]\n")
+        found = missing_keys(asked)
+        assert found.keys() == missing
+        assert all(count >= 15 for count in found.values())
+    assert missing_keys(Settings(ssd_dirs=[f"{tmp_path}=1GiB"])).keys() == {key_id(OLD)}
 
 
 def test_each_tenant_has_its_key_and_nobodys_blocks_are_not_written(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, Report, Stalls
 from kvhearth_lab.torture.run import Options
 from kvhearth_lab.torture.scene import PATIENCE_S, Roots, places
 from kvhearth_lab.torture.world import World
-from kvhearth_lab.torture.world_config import FLEETING, ROOMY, SINKING
+from kvhearth_lab.torture.world_config import FLEETING, ROOMY, SPILLING
 from kvhearth_server.cli import app
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 
@@ -377,7 +377,7 @@ def test_what_a_daemon_says_of_its_drive_is_compared_once_it_stands_still(tmp_pa
 
 def test_a_slow_drive_excuses_nothing(tmp_path: Path) -> None:
     [plan] = plans(tmp_path, 1)
-    assert plan.shape.kind == SINKING
+    assert plan.shape.kind == SPILLING
     report, how = Report(), {"for_s": 0.1, "kill": False, "orders": {"delay_s": 1.5}}
     with places(Roots(tmp_path, tmp_path), []) as where:
         world = World(plan, where, report, Stalls())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ SPACE_MAX = (1 << 31) - 1
 NAMESPACES = 1 << 16
 _CELL_BYTES, _ENTRY_BYTES, _ROW_BYTES = 8, 64, 8
 _CELLS_MIN = 16
+_EXTENT_BYTES = 40
+"""Of ``EXTENT_DTYPE``."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,28 @@ class _Pointers(ctypes.Structure):
 
 # Called with the interpreter's lock held: another thread would keep it for longer than these take.
 _I64, _U32, _PLACE = ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p
-_PUT = ctypes.PYFUNCTYPE(
-    _I64, _PLACE, _U32, _I64, _I64, _PLACE, ctypes.c_char_p, _I64, _PLACE, _PLACE
-)
-_FIND = ctypes.PYFUNCTYPE(
-    _I64, _PLACE, _U32, _I64, _I64, ctypes.c_char_p, _I64, _U32, _PLACE, _PLACE
-)
+_BYTES = ctypes.c_char_p
+_PUT = ctypes.PYFUNCTYPE(_I64, _PLACE, _U32, _I64, _I64, _BYTES, _BYTES, _I64, _PLACE, _PLACE)
+_FIND = ctypes.PYFUNCTYPE(_I64, _PLACE, _U32, _I64, _I64, _BYTES, _I64, _U32, _BYTES, _BYTES)
+
+
+class Found(NamedTuple):
+    """Result of a search.
+
+    Attributes:
+        hits: number of keys that were found.
+        extents: bytes of (n, shards) records of ``EXTENT_DTYPE``, zeros for keys that were not
+            found, and one byte more.
+        mask: 1 for each key that was found, 0 for the others, and one byte more; None if the search
+            ended at the first that was not.
+        doubtful: True if one of the others may be there all the same: its entry was being written
+            for too long. The writer may have died.
+    """
+
+    hits: int
+    extents: bytes
+    mask: bytes | None
+    doubtful: bool = False
 
 
 class Table:
@@ -157,32 +175,29 @@ class Table:
         keys: bytes,
         key_bytes: int,
         page_bytes: int,
-        extents: npt.NDArray[Any],
-        found: npt.NDArray[np.bool_] | None,
-    ) -> int:
-        """Find keys and return their number.
+        shards: int = 1,
+        *,
+        every: bool = True,
+    ) -> Found:
+        """Find keys.
 
         Args:
             keys: n keys of ``key_bytes``, at most ``KEY_BYTES_MAX``.
             page_bytes: size of one shard.
-            extents: (n, shards) records of ``EXTENT_DTYPE``; the rows of keys found are filled.
-            found: (n,) zeros, set where a key is found. None ends the search at the first key that
-                is not.
+            shards: of a block.
+            every: go on after a key that is not found.
         """
-        count, shards = extents.shape
-        mask = None if found is None else found.ctypes.data
-        got: int = self._find(
-            self._address,
-            space,
-            count,
-            shards,
-            keys,
-            key_bytes,
-            page_bytes,
-            extents.ctypes.data,
-            mask,
+        count = len(keys) // key_bytes
+        # New bytes, which nobody else has seen yet, are written by the call. To make an array and
+        # to ask for its address takes four times as long. One byte more: single bytes are shared.
+        extents = bytes(count * shards * _EXTENT_BYTES + 1)
+        mask = bytes(count + 1) if every else None
+        hits: int = self._find(
+            self._address, space, count, shards, keys, key_bytes, page_bytes, extents, mask
         )
-        return got
+        if hits < 0:
+            return Found(-1 - hits, extents, mask, doubtful=True)
+        return Found(hits, extents, mask)
 
     def put(
         self,
@@ -196,7 +211,7 @@ class Table:
         """Publish blocks that may be served, at their slots' live generations.
 
         Args:
-            slots: (n, shards) numbers of this segment's slots, heads first, contiguous.
+            slots: (n, shards) numbers of this segment's slots, heads first.
             keys: n keys of ``key_bytes``, at most ``KEY_BYTES_MAX``.
             checksums, flags: addresses of the columns by slot number, 16 bytes and 1 byte each.
 
@@ -209,7 +224,7 @@ class Table:
             space,
             count,
             shards,
-            slots.ctypes.data,
+            slots.tobytes(),
             keys,
             key_bytes,
             checksums,

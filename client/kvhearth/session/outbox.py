@@ -28,7 +28,8 @@ class QueuedRequest(NamedTuple):
 
     Attributes:
         rpc: the call.
-        request: its message; all its fields are repeated, or equal within a ``kind``.
+        request: its message, or a function that makes it, on the session manager's thread; all its
+            fields are repeated, or equal within a ``kind``.
         weight: number of ids, slots or keys in it.
         parts: number of groups in it.
         boot_id, session: session that it was made under; it is void under another one.
@@ -115,9 +116,15 @@ def batch(queued_requests: Iterable[QueuedRequest], weight_max: int) -> list[lis
 
 def merge(queued_requests: list[QueuedRequest]) -> Any:
     """Merge requests of one kind into one message: protobuf appends repeated fields on merge."""
-    merged = type(queued_requests[0].request)()
-    for queued in queued_requests:
-        merged.MergeFrom(queued.request)
+    first, *others = (
+        queued.request() if callable(queued.request) else queued.request
+        for queued in queued_requests
+    )
+    if not others:
+        return first
+    merged = type(first)()
+    for message in (first, *others):
+        merged.MergeFrom(message)
     return merged
 
 

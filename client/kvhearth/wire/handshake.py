@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -161,6 +161,14 @@ class Hello:
             if not values[name]:
                 del values[name]
         return {"kind": "hello", **values}
+
+    def versions(self) -> list[Hello]:
+        """Return this hello, then the same for older daemons: each without one more of the fields
+        that came later.
+        """
+        without_index = replace(self, shared_index=False)
+        found = [self, without_index, replace(without_index, numa_node=-1)]
+        return [each for at, each in enumerate(found) if each not in found[:at]]
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Hello:

@@ -184,6 +184,11 @@ def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:
     Raises:
         KVHearthError: ``bad_group`` or ``bad_keys``.
     """
+    if len(groups) == 1:
+        ((group, keys),) = groups.items()
+        if (count := len(keys)) <= keys_max:
+            counts = {group: count}
+            return Query({group: _pack_keys(contract, group, keys)}, counts, counts, count)
     asked = {group: len(keys) for group, keys in groups.items()}
     sent, total, cut_count = asked, sum(asked.values()), 0
     if total > keys_max:

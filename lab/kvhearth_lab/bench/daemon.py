@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import subprocess
 import tempfile
 import time
@@ -92,9 +93,11 @@ def _wait_quiet(stub: Stub, token: Metadata) -> None:
 
 @contextlib.contextmanager
 def served(starter: Starter = SERVE, **settings: object) -> Iterator[Served]:
-    """Run a daemon during the block; ``ready`` waits until it can be used."""
+    """Run a daemon during the block, without HTTP unless ``settings`` say so; ``ready`` waits until
+    it can be used.
+    """
     with tempfile.TemporaryDirectory(prefix="kvh-") as name:
-        daemon = Served(Path(name), None, settings, starter)
+        daemon = Served(Path(name), None, {"http": "off", **settings}, starter)
         try:
             daemon.launch()
             yield daemon
@@ -132,7 +135,7 @@ def wire(url: str, made: Contract, *, calls: str = "grpc") -> Iterator[CacheTran
     """Provide a bare transport with its own session, for empty calls."""
     hello = Hello(
         protocol=PROTOCOL_VERSION,
-        engine_id=f"bench-wire-{calls}",
+        engine_id=f"bench-wire-{secrets.token_hex(4)}",
         contract=made.to_json(),
         rank=0,
         map_arena=False,

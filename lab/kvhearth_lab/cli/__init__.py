@@ -24,6 +24,7 @@ def add_bench(app: typer.Typer) -> None:
     benches.command("gpu", epilog=bench.GPU_EPILOG)(bench.gpu)
     benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
     benches.command("peers", epilog=bench.PEERS_EPILOG)(bench.peers)
+    benches.command("remote", epilog=bench.REMOTE_EPILOG)(bench.remote)
     benches.command("scheduler", epilog=bench.SCHEDULER_EPILOG)(bench.scheduler)
     benches.command("ssd", epilog=bench.SSD_EPILOG)(bench.ssd)
     benches.command("stalls", epilog=bench.STALLS_EPILOG)(bench.stalls)

@@ -33,6 +33,9 @@ GPU_EPILOG = (
     "Example: kvhearth bench gpu --json | tail -n 1 | "
     "jq '{load_block_2mib_ratio, ttft_16k_ratio, missed}'"
 )
+REMOTE_EPILOG = (
+    "Example: kvhearth bench remote --json | tail -n 1 | jq '{put_ratio, get_ratio, missed}'"
+)
 SCHEDULER_EPILOG = (
     "Example: kvhearth bench scheduler --engine-python /opt/vllm/bin/python --json | "
     "tail -n 1 | jq '{decode_step_share, full_hit_admission_us, missed}'"
@@ -170,6 +173,54 @@ def _times(pair: Mapping[str, Any], figure: str) -> str:
         return ""  # shown in the row of the time
     value = pair["against"].get(measure)
     return "" if value is None else f"{value:g}"
+
+
+def remote(
+    *,
+    redis: Annotated[
+        Path | None,
+        _python("--redis", "Python interpreter with redis and hiredis, beside redis-server."),
+    ] = None,
+    mooncake: Annotated[
+        Path | None,
+        _python("--mooncake", "Python interpreter with mooncake-transfer-engine-non-cuda."),
+    ] = None,
+    lm: Annotated[
+        Path | None, _python("--lmcache", "Python interpreter with lmcache, for lm://.")
+    ] = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+    quick: Annotated[bool, _quick("Run fewer rounds; more noise.")] = False,
+) -> None:
+    """Measure puts and gets through a gateway over loopback against bare
+    sockets, and against other caches over TCP, in turns.
+
+    Starts its own daemons, of 1 GiB each. Missing a target is not an error:
+    `missed` names those figures. Nor is a peer that cannot be measured.
+    """
+    from kvhearth_lab.bench.remote.figures import FULL, PEERS, QUICK, draw
+    from kvhearth_lab.bench.remote.run import run
+
+    _check(plot)
+    given = dict(zip(PEERS, (redis, mooncake, lm), strict=True))
+    with cleaned_up():
+        found = {**run(QUICK if quick else FULL, given, note), "quick": quick}
+    _report(found, remote_tables(found), draw, plot, as_json=as_json, beside=True)
+
+
+def remote_tables(found: Found) -> Iterator[Table]:
+    """Yield the figures, then GB/s of all sides, then the skipped peers."""
+    from kvhearth_lab.bench.peers.adapters.harness import CONNECTIONS
+    from kvhearth_lab.bench.remote.figures import FIGURES
+
+    yield _figure_table(found, FIGURES)
+    heads = [f"{operation} {count}" for operation in ("put", "get") for count in CONNECTIONS]
+    made = table("GB/s, connections", *heads, right=tuple(heads))
+    for side, own in found["gbs"].items():
+        values = [own[word].get(count) for word, count in map(str.split, heads)]
+        row(made, side, *map(_text, values))
+    yield made
+    yield from _skipped(found)
 
 
 def ssd(

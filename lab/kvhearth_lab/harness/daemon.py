@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 import grpc
 
+from kvhearth import native
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import ENVIRONMENT_NAME
 from kvhearth.proto.v1 import admin_pb2
@@ -71,7 +72,11 @@ output to the file.
 
 def clean_environment() -> dict[str, str]:
     """Return this process's variables without the operator's settings, which must not take part."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(ENV_PREFIX) or name == native.VARIABLE
+    }
     kept.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")  # as `kvhearth` sets it for itself
     return kept
 
@@ -351,13 +356,14 @@ class Daemon:
 
     # -- the kernel's figures ----------------------------------------------------------------------
 
-    def descriptor_count(self, *, segments: bool = True) -> int:
+    def descriptor_count(self, pid: int = 0, *, segments: bool = True) -> int:
         """Return the number of open descriptors.
 
         Args:
+            pid: of a process that it started; 0 for its own.
             segments: count those of segment files, too, which it keeps for good.
         """
-        paths = list(Path(f"/proc/{self.pid}/fd").iterdir())
+        paths = list(Path(f"/proc/{pid or self.pid}/fd").iterdir())
         if segments:
             return len(paths)
         count = 0
@@ -373,9 +379,11 @@ class Daemon:
             return [int(word) for word in text.split()]
         return []
 
-    def private_bytes(self) -> int:
-        """Return the resident memory of the process without the shared arena."""
-        status = Path(f"/proc/{self.pid}/status").read_text()
+    def private_bytes(self, pid: int = 0) -> int:
+        """Return the resident memory of the process, or one that it started, without the shared
+        arena.
+        """
+        status = Path(f"/proc/{pid or self.pid}/status").read_text()
         found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         return sum(int(found[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024
 

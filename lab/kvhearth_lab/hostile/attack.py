@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib
 import json
@@ -56,6 +57,8 @@ class Target:
         uid_b: user of tenant b, the good client's.
         uid_nobody: user of no tenant; without a second uid the same as the others.
         page_bytes: bytes of a block in the good client's contract.
+        gateway: HOST:PORT of the daemon's gateway, if the attack wants one; else "".
+        token_file: file with the token of tenant a for the gateway.
     """
 
     socket_dir: str
@@ -67,6 +70,8 @@ class Target:
     uid_b: int
     uid_nobody: int
     page_bytes: int
+    gateway: str = ""
+    token_file: str = ""
 
     @property
     def url(self) -> str:
@@ -104,6 +109,7 @@ class Attack:
         pause_s: pause of each process after each round of ``run``.
         seconds_least: shortest time under attack that shows what it does.
         arena: whether the daemon's arena is in files, so that it has a durable catalogue.
+        gateway: whether the daemon has a gateway; the good clients then use it, too.
     """
 
     name: ClassVar[str] = ""
@@ -114,6 +120,7 @@ class Attack:
     pause_s: ClassVar[float] = 0.0
     seconds_least: ClassVar[float] = 0.0
     arena: ClassVar[bool] = False
+    gateway: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._attackers: list[Attacker] = []
@@ -248,6 +255,8 @@ def become(uid: int) -> None:
     """Give up all rights but those of the user ``uid``, for good; nothing if it is ours."""
     if uid == os.geteuid():
         return
+    for name in ("ascii", "idna"):  # imports what is used later, while the files can be read
+        codecs.lookup(name)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -258,7 +267,6 @@ def main(words: Sequence[str]) -> int:
     module, name, text, number, parent = words
     attack: Attack = getattr(importlib.import_module(module), name)()
     target = Target(**json.loads(text))
-    "".encode("idna")  # imports what a host name needs, while the files can be read
     descriptors = min(_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     become(target.uid_of(attack.who))

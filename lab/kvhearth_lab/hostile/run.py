@@ -17,11 +17,14 @@ from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import UnixUrl
+from kvhearth_lab.bench.peers.adapters.harness import free_port
 from kvhearth_lab.harness.client_process import Client, Line
 from kvhearth_lab.harness.daemon import Daemon, tied
 from kvhearth_lab.hostile import good
 from kvhearth_lab.hostile.attack import NEEDS, SECOND_UID, Attack, Target, table
 from kvhearth_lab.hostile.figures import LATE_S, Calls, Row, least, only_slow, summary
+from kvhearth_server.gateway.identity import Identity
+from kvhearth_server.gateway.roster import add_token, new_token
 
 UID_A, UID_B, UID_NOBODY = 61001, 61002, 65534
 TENANT_MIB = 64
@@ -69,11 +72,14 @@ class Users:
 
 
 class Watch:
-    """Samples a daemon's memory and descriptors, and the time of ``/livez``, on two threads."""
+    """Samples memory and descriptors of a daemon with its gateway, and the time of ``/livez``, on
+    two threads.
+    """
 
-    def __init__(self, daemon: Daemon, address: str) -> None:
+    def __init__(self, daemon: Daemon, address: str, *, gateway: bool) -> None:
         self._daemon = daemon
         self._address = address
+        self._gateway = gateway
         self._ending = threading.Event()
         self.waits: list[tuple[float, float]] = []
         """Time, seconds that the daemon's loop has waited for a processor."""
@@ -97,10 +103,13 @@ class Watch:
         return max(each[1] for each in found), max(each[2] for each in found)
 
     def now(self) -> tuple[int, int]:
-        """Return memory and descriptors now; zeros if the daemon is dead."""
+        """Return memory and descriptors of daemon and gateway now; zeros if the daemon is dead."""
         with contextlib.suppress(OSError, KeyError):
+            pids = [self._daemon.pid, *(self._daemon.children() if self._gateway else ())]
+            memory = sum(self._daemon.private_bytes(pid) for pid in pids)
             # The SSD tier opens its log's files as it fills.
-            return self._daemon.private_bytes(), self._daemon.descriptor_count(segments=False)
+            count = sum(self._daemon.descriptor_count(pid, segments=False) for pid in pids)
+            return memory, count
         return 0, 0
 
     def livez_s(self, begin: float, end: float) -> float:
@@ -141,9 +150,8 @@ class Watch:
 class Goods:
     """The good client and the one that comes and goes, and all that they reported."""
 
-    def __init__(self, daemon: Daemon, users: Users, folder: Path) -> None:
+    def __init__(self, url: str, users: Users, folder: Path) -> None:
         self.lines: list[Line] = []
-        url = f"kvhearth+unix://{daemon.socket_dir}"
         self.clients = []
         for name, visits in (("good", False), ("visitor", True)):
             start = {"url": url, "page_bytes": PAGE_BYTES, "model": name, "uid": users.b}
@@ -284,6 +292,36 @@ def _deadline_s(name: str) -> float:
     return (url.lookup_ms if name == "lookup" else url.call_ms) / 1000
 
 
+class _Door:
+    """A gateway's address, and the tokens of tenants a and b.
+
+    Args:
+        folder: for the tokens.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self._folder = folder
+        for tenant in ("a", "b"):
+            token = new_token()
+            add_token(folder / "tokens.yaml", Identity(tenant, tenant), token)
+            self.token_file(tenant).write_text(token)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Settings of the daemon."""
+        return {"listen": self.address, "tokens_file": self._folder / "tokens.yaml"}
+
+    @property
+    def url(self) -> str:
+        """URL of the good client."""
+        return f"kvhearth://{self.address}?token_file={self.token_file('b')}"
+
+    def token_file(self, tenant: str) -> Path:
+        """Return the file with a tenant's token."""
+        return self._folder / f"{tenant}.token"
+
+
 @contextlib.contextmanager
 def staged(users: Users, attack: Attack) -> Iterator[Stage]:
     """Provide a running stage; its directories and processes are gone at the end.
@@ -306,13 +344,17 @@ def staged(users: Users, attack: Attack) -> Iterator[Stage]:
         if attack.arena:
             arena = Path(tempfile.mkdtemp(prefix="kvh-", dir=_SHARED_MEMORY))
             undo.callback(shutil.rmtree, arena, ignore_errors=True)
+        gateway = _Door(folder) if attack.gateway else None
+        if gateway is not None:
+            own |= gateway.settings
         daemon = Daemon(folder, arena, {**own, **attack.settings(folder)}, tied())
         undo.callback(daemon.kill)
         daemon.start()
         address = str(daemon.ready()["http"]).removeprefix("http://")
-        watch = Watch(daemon, address)
+        watch = Watch(daemon, address, gateway=attack.gateway)
         undo.callback(watch.stop)
-        goods = Goods(daemon, users, folder)
+        url = f"kvhearth+unix://{daemon.socket_dir}" if gateway is None else gateway.url
+        goods = Goods(url, users, folder)
         undo.callback(goods.end)
         goods.wait_ready()
         time.sleep(_WARM_S)
@@ -330,6 +372,8 @@ def staged(users: Users, attack: Attack) -> Iterator[Stage]:
                 uid_b=users.b,
                 uid_nobody=users.nobody,
                 page_bytes=PAGE_BYTES,
+                gateway=gateway.address if gateway else "",
+                token_file=str(gateway.token_file("a")) if gateway else "",
             ),
         )
 
@@ -379,7 +423,8 @@ def _groups(attacks: Sequence[Attack]) -> list[list[Attack]]:
     groups: dict[str, list[Attack]] = {}
     for attack in attacks:
         settings = sorted(attack.settings(Path("/")).items())
-        groups.setdefault(repr((attack.arena, settings)), []).append(attack)
+        kind = repr((attack.arena, attack.gateway, settings))
+        groups.setdefault(kind, []).append(attack)
     return list(groups.values())
 
 

@@ -16,13 +16,13 @@ SLOT_BYTES_MIN = 16 << 10
 
 ROOMY = "roomy"
 """Memory for everything, twice: nothing is evicted, every sealed block must always be there."""
-SINKING = "sinking"
+SPILLING = "spilling"
 """Memory for a part, drives for everything: blocks that leave memory must be on a drive."""
 FLEETING = "fleeting"
 """Memory that ends with the daemon, drives for everything: blocks on a drive must come back."""
 PRESSED = "pressed"
 """Too little of both: eviction everywhere; no byte may be wrong, no capacity exceeded."""
-KINDS = (ROOMY, SINKING, FLEETING, PRESSED)
+KINDS = (ROOMY, SPILLING, FLEETING, PRESSED)
 _FLUSHED = 4
 _PAGES = (4096, 16384, 16384, 40000, 49152)
 
@@ -111,7 +111,7 @@ def shape_of(rng: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sha
     """Return the shape of world ``number``; kinds rotate. With ``skewed``, its clocks may jump if
     the dice say so.
     """
-    kinds = (SINKING, ROOMY, FLEETING, PRESSED) if ssd else (ROOMY, PRESSED)
+    kinds = (SPILLING, ROOMY, FLEETING, PRESSED) if ssd else (ROOMY, PRESSED)
     kind = kinds[number % len(kinds)]
     has_ssd = ssd and (kind != ROOMY or rng.random() < 0.6)
     shards = rng.choice([1, 2])
@@ -120,7 +120,7 @@ def shape_of(rng: random.Random, number: int, *, ssd: bool, skewed: bool) -> Sha
     largest = blocks * max(page * count for page, count in models)
     memory = {
         ROOMY: -(-2 * largest // SLAB_BYTES) * SLAB_BYTES + 16 * SLAB_BYTES,
-        SINKING: rng.choice([5, 6, 8]) * SLAB_BYTES,
+        SPILLING: rng.choice([5, 6, 8]) * SLAB_BYTES,
         FLEETING: rng.choice([6, 10]) * SLAB_BYTES,
         PRESSED: rng.choice([3, 4]) * SLAB_BYTES,
     }[kind]

@@ -127,7 +127,7 @@ class Settings(BaseSettings):
         description="Memory limit of one namespace; at most half of it reserved. Default: none.",
     )
     shared_index: bool = Field(
-        False,
+        True,
         description="Let engines on this host find blocks in a read-only table, without a call. "
         "Takes up to 0.5 % of memory; needs the native module.",
     )

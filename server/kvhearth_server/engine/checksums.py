@@ -22,6 +22,8 @@ from kvhearth_server.observability.logs import get_logger
 _SUM_BYTES = 64 << 20
 """Bytes that one thread call sums: enough to amortise the hand-over, few enough to stay fair."""
 
+_SUM_HERE_BYTES = 256 << 10
+"""Bytes that the loop sums itself: handing them over to a thread and back takes longer."""
 _SUM_BLOCKS_MAX = 1024
 """Upper bound on the blocks of one thread call; one call on the loop enters their checksums."""
 _REMOVED_MAX = 256
@@ -30,6 +32,10 @@ _EXPIRED_MAX = 64
 """Upper bound on the pins that one call on the loop ends; each names up to ``keys_max`` blocks."""
 
 _SUM_AFTER_S = 0.001
+_SUM_EVERY_S = 0.006
+"""Distance of small batches while engines decode: each costs the loop as much as 20 blocks."""
+_SUM_SOON_BLOCKS = 64
+"""Blocks that do not wait for more."""
 _WATCH_S = 0.05
 _IDLE_S = 1.0
 _log = get_logger("kvhearth.engine")
@@ -74,13 +80,17 @@ class ChecksumWorkers:
         if engine.to_sum:
             # A failed run cleared the event and left work behind: perhaps nothing else will set it.
             self._engine.work.set()
+        loop, next_at = asyncio.get_running_loop(), 0.0
         while True:
             self._idle.set()
             await self._engine.work.wait()
             self._engine.work.clear()
             self._idle.clear()
             # The commit's answer goes first, then the engine: it may run on this processor.
-            await asyncio.sleep(_SUM_AFTER_S)
+            blocks = sum(len(action.slots) for action in engine.to_sum)
+            later_s = next_at - loop.time() if blocks < _SUM_SOON_BLOCKS else 0.0
+            await asyncio.sleep(max(_SUM_AFTER_S, later_s))
+            next_at = loop.time() + _SUM_EVERY_S
             while engine.to_sum:
                 action, count = self._next_sums()
                 await self._sum_one(action)
@@ -128,11 +138,16 @@ class ChecksumWorkers:
         return int(self._engine.core.state.table.slot_bytes_of(slots).sum())
 
     async def _sums(self, slots: I64) -> U8:
-        """Return the current checksums of slots, shape (n, 16), computed on a thread."""
+        """Return the current checksums of slots, shape (n, 16); those of more than a few bytes are
+        computed on a thread.
+        """
         state = self._engine.core.state
         table = state.table
         extents = table.extents(slots, 0)
-        extents["length"] = self._lengths(slots)
+        extents["length"] = lengths = self._lengths(slots)
+        if lengths.sum() <= _SUM_HERE_BYTES:
+            await asyncio.sleep(0)  # others have their turn between two of these
+            return sum_extents(self._views, extents)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, sum_extents, self._views, extents)
 

@@ -409,6 +409,8 @@ class Engine:
             self.shared_index.follow()
         for action in self.core.state.take_actions():
             self._do(action)
+        if self.shared_index is not None:
+            self.shared_index.publish_noted()
 
     def run_deferred(self) -> None:
         """Do the work deferred until after the answer. Idempotent."""

@@ -75,7 +75,7 @@ class _Moves:
     shards_kept: int
 
 
-def settle(folder: Path, blob: DurableBlob, catalogue: dict[str, Any]) -> dict[str, Any]:
+def finish_resize(folder: Path, blob: DurableBlob, catalogue: dict[str, Any]) -> dict[str, Any]:
     """Finish a resize that a crash interrupted, or remove its remains; returns the catalogue."""
     resized = folder / RESIZED_NAME
     if not catalogue.get("journal"):
@@ -139,7 +139,7 @@ def resize(
     for _ in range(2):  # both halves, so that damage to one does not bring back the old geometry
         blob.write(_encoded(resized))
         hit("resize.committed")
-    return settle(folder, blob, resized), _message(moves, old, new)
+    return finish_resize(folder, blob, resized), _message(moves, old, new)
 
 
 def _cut_surplus(path: Path, plan: ArenaPlan, catalogue: dict[str, Any], old: Geometry) -> bool:
@@ -502,7 +502,7 @@ def _open_folder(
             memory.kept = kept = secrets.token_hex(8) if keeper else ""
             segments, journal = _cold(plan, folder, blob, memory)
         else:
-            old = settle(folder, blob, found.catalogue)
+            old = finish_resize(folder, blob, found.catalogue)
             memory.kept = kept = old.get("kept", "")
             if found.step is Step.RESIZE:
                 grown = partial(memory.progress, plan.geometry.segments[0].tenant)

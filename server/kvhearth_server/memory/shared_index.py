@@ -16,6 +16,7 @@ import numpy as np
 
 from kvhearth.model import I64
 from kvhearth.native import available
+from kvhearth.native.blocks import address_of
 from kvhearth.native.table import KEY_BYTES_MAX, SPACE_MAX, Shape, Table
 from kvhearth_server.core.actions import Action, Bind, BindOne, Summed
 from kvhearth_server.core.namespaces import Namespace
@@ -46,6 +47,9 @@ class SharedIndex:
         geometry = state.table.geometry
         segments = range(len(geometry.segments))
         self._tables = [self._open(_shape(geometry, segment)) for segment in segments]
+        self._ones: list[BindOne] = []
+        """Blocks that ``publish_noted`` publishes together."""
+        self._columns = address_of(state.table.checksum), address_of(state.table.flags)
 
     def _open(self, shape: Shape) -> Table:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -95,10 +99,14 @@ class SharedIndex:
         table.use(namespace.number, namespace.epoch, space)
 
     def note(self, action: Action) -> None:
-        """Publish the blocks that an action makes servable, unless they are gone already."""
+        """Publish the blocks that an action makes servable, unless they are gone already.
+
+        Those that were bound one by one wait for ``publish_noted``.
+        """
         match action:
             case BindOne():
-                self._bind_one(action)
+                if action.state is State.SUMMED:
+                    self._ones.append(action)
             case Bind():
                 self._bind(action)
             case Summed():
@@ -116,15 +124,20 @@ class SharedIndex:
             keys = [key for key, its in zip(keys, same.tolist(), strict=True) if its]
         self._publish(action.namespace, action.group, action.epoch, slots, b"".join(keys))
 
-    def _bind_one(self, action: BindOne) -> None:
-        table, slot = self._state.table, action.slot
-        if (
-            action.state is State.SUMMED
-            and table.state.item(slot) == _SUMMED
-            and table.sequence.item(slot) == action.sequence
-        ):
-            slots = np.array([[slot]], np.int64)
-            self._publish(action.namespace, action.group, action.epoch, slots, action.key)
+    def publish_noted(self) -> None:
+        """Publish the blocks that were bound one by one; call it when all actions were noted."""
+        if not self._ones:
+            return
+        ones, self._ones = self._ones, []
+        states, sequences = self._state.table.state, self._state.table.sequence
+        alike: dict[tuple[int, int, int], list[BindOne]] = {}
+        for one in ones:
+            if states.item(one.slot) == _SUMMED and sequences.item(one.slot) == one.sequence:
+                alike.setdefault((one.namespace, one.group, one.epoch), []).append(one)
+        for (namespace, group, epoch), some in alike.items():
+            slots = np.array([[one.slot] for one in some], np.int64)
+            keys = b"".join([one.key for one in some])
+            self._publish(namespace, group, epoch, slots, keys)
 
     def publish_all(self) -> None:
         """Publish the blocks of an adopted arena."""
@@ -137,7 +150,8 @@ class SharedIndex:
         state, table = self._state, self._state.table
         heads = heads[table.state[heads] == _SUMMED]
         pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
-        for pair in np.unique(pairs).tolist():
+        same = np.count_nonzero(pairs == pairs[:1]) == len(pairs)
+        for pair in (pairs[:1] if same else np.unique(pairs)).tolist():
             chosen, (number, group) = heads[pairs == pair], divmod(pair, 256)
             namespace = state.namespaces.get(number)
             chosen = chosen[table.epoch[chosen] == namespace.epoch]
@@ -150,15 +164,9 @@ class SharedIndex:
         current, space = self._spaces.get(number, (-1, 0))
         if not space or current != epoch or not len(slots):
             return
-        namespace, columns = self._state.namespaces.get(number), self._state.table
-        self._tables[self._state.segment_of[namespace.tenant]].put(
-            space + group,
-            np.ascontiguousarray(slots),
-            keys,
-            namespace.contract.hash_bytes,
-            columns.checksum.ctypes.data,
-            columns.flags.ctypes.data,
-        )
+        namespace = self._state.namespaces.get(number)
+        table = self._tables[self._state.segment_of[namespace.tenant]]
+        table.put(space + group, slots, keys, namespace.contract.hash_bytes, *self._columns)
 
 
 def _close_all(descriptors: list[int]) -> None:

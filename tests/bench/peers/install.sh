@@ -3,7 +3,7 @@
 #
 #   install.sh ENVIRONMENT PEER TORCH
 #
-# ENVIRONMENT: where it goes. PEER: lmcache or mooncake, the name of a list beside this file. TORCH:
+# ENVIRONMENT: where it goes. PEER: lmcache, mooncake or redis, the name of a list beside this file. TORCH:
 # the torch that lmcache gets, as pip calls it. The variable PYTHON may name the interpreter.
 #
 # A peer that cannot be had is no error: ENVIRONMENT/not-installed then says why in its last line,
@@ -46,5 +46,15 @@ if [ "$peer" = mooncake ] && ! "$environment/bin/python" -c 'import ctypes; ctyp
     cd "$syslibs" && apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 &&
       for package in *.deb; do dpkg -x "$package" . || exit 1; done
   ) >> "$log" 2>&1 || fail 'libibverbs.so.1 is missing (Debian: libibverbs1):'
+fi
+
+# Debian's server, unpacked beside its client for Python; nothing is installed into the system.
+if [ "$peer" = redis ] && ! test -x /usr/bin/redis-server; then
+  syslibs=$environment/syslibs
+  mkdir -p "$syslibs"
+  (
+    cd "$syslibs" && apt-get download redis-server redis-tools libjemalloc2 liblzf1 liblua5.1-0 lua-bitop lua-cjson libhiredis0.14 &&
+      for package in *.deb; do dpkg -x "$package" . || exit 1; done
+  ) >> "$log" 2>&1 || fail "Debian's redis-server cannot be had:"
 fi
 touch "$environment/.ready"

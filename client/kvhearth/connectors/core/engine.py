@@ -21,7 +21,7 @@ COUNTERS = {
     "declined_tokens": "Of these, tokens recomputed since that was estimated to be faster.",
     "hit_engine_tokens": "Prompt tokens of admitted requests that the engine had itself.",
     "hit_dram_tokens": "Tokens loaded that were in the daemon's memory when it was asked.",
-    "hit_ssd_tokens": "Tokens loaded that had to climb from SSD for their request.",
+    "hit_ssd_tokens": "Tokens loaded that were promoted from SSD for their request.",
     "climb_waits": "Requests that waited for blocks to climb from SSD.",
     "climb_late": "Of these, requests that went on before all had climbed.",
     "climb_seconds": "Time until blocks had climbed for requests that waited, added up.",

@@ -55,8 +55,8 @@ class EngineGroups:
         """
         keys: dict[int, list[bytes]] = {}
         for group, scale in enumerate(self._scales):
-            own = [bytes(one) for one in hashes[scale - 1 :: scale]]
-            keys[group] = [fold_key(key, key_salt) for key in own] if key_salt else own
+            own = list(hashes[scale - 1 :: scale])
+            keys[group] = [fold_key(bytes(key), key_salt) for key in own] if key_salt else own
         return keys
 
     def key(self, group: int, hashes: Sequence[bytes], block: int, key_salt: bytes = b"") -> bytes:

@@ -5,7 +5,7 @@ index answers most of them at once, without a thread.
                 │    ▲
                 └────┘ asked again while blocks are promoted from SSD
 
-Only the scheduler takes and drops; only the queue's threads settle.
+Only the scheduler takes and drops; only the queue's threads resolve.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Lookup:
         self.cancelled = False
         self.taken = False
         self._result: LookupResult | None = None
-        self._done = threading.Event()
+        self._done: threading.Event | None = None
 
     @property
     def result(self) -> LookupResult | None:
@@ -74,18 +74,24 @@ class Lookup:
 
     def wait(self, seconds: float) -> LookupResult | None:
         """Return the answer, after waiting up to ``seconds`` for the first one."""
-        if self._result is None and seconds > 0:
+        if self._result is None and seconds > 0 and self._done is not None:
             self._done.wait(seconds)
         return self._result
 
-    def settle(self, result: LookupResult, session_id: str) -> None:
+    def asked(self) -> None:
+        """Prepare for ``wait``, before the lookup is queued."""
+        if self._done is None:
+            self._done = threading.Event()
+
+    def resolve(self, result: LookupResult, session_id: str) -> None:
         """Record an answer."""
         if self._result is None:
             self.first_tokens = result.hit_tokens
         self.session_id = session_id
         self.answered_at = time.monotonic()
         self._result = result
-        self._done.set()
+        if self._done is not None:
+            self._done.set()
 
 
 class LookupQueue:
@@ -146,7 +152,7 @@ class LookupQueue:
             session_id = self._client.session_id
             result = self._client.lookup_mapped(self._groups.keys(hashes, b""))
             if result is not None:
-                lookup.settle(result, session_id)
+                lookup.resolve(result, session_id)
                 return lookup
         return lookup if self._enqueue(lookup) else None
 
@@ -163,6 +169,7 @@ class LookupQueue:
             if len(self._queue) + len(self._promotions) >= self._queue_max:
                 self._client.count("lookup_throttled")
                 return False
+            lookup.asked()
             self._queue.append(lookup)
             self._wake.notify()
         return True
@@ -236,7 +243,7 @@ class LookupQueue:
             lookup.key_salt = lookup.find_key_salt()
         if lookup.key_salt is None:
             unknown = LookupResult(0, None, {}, reason=ClientReason.NO_ADAPTER_DIGEST)
-            lookup.settle(unknown, session_id)
+            lookup.resolve(unknown, session_id)
             return
         prefetch, before = lookup.prefetch, lookup.result
         keys = self._groups.keys(lookup.hashes, lookup.key_salt)
@@ -245,7 +252,7 @@ class LookupQueue:
             unwanted = lookup.cancelled or lookup.taken
             failed = before is not None and bool(result.reason)
             if before is None or not (unwanted or failed):
-                lookup.settle(result, session_id)
+                lookup.resolve(result, session_id)
                 self._plan(lookup, result, prefetch=prefetch)
             else:
                 lookup.promotions = False
@@ -279,4 +286,4 @@ class LookupQueue:
         lookup.promotions = False
         if lookup.result is None:
             nothing = LookupResult(0, None, absent({}), reason=Reason.INTERNAL)
-            lookup.settle(nothing, self._client.session_id)
+            lookup.resolve(nothing, self._client.session_id)

@@ -240,7 +240,8 @@ int64_t kvh_table_put(const kvh_table *t, uint32_t space, int64_t count, int64_t
 
 /* -- clients ---------------------------------------------------------------------------------- */
 
-/* Read a slot's entry if it has this key and space (0: of any key), and is current. */
+/* Read a slot's entry if it has this key and space (0: of any key), and is current. Returns -1 for
+   an entry that is being written all the time. */
 static inline int see(const kvh_table *t, uint32_t slot, uint32_t space, const words_t *words,
                       seen_t *seen) {
     const entry_t *entry = &t->entries[slot];
@@ -265,7 +266,7 @@ static inline int see(const kvh_table *t, uint32_t slot, uint32_t space, const w
         }
         relax();
     }
-    return 0;
+    return -1;
 }
 
 static int emit(const kvh_table *t, uint32_t slot, const seen_t *seen, uint32_t flags,
@@ -284,19 +285,23 @@ static int emit(const kvh_table *t, uint32_t slot, const seen_t *seen, uint32_t 
     return 1;
 }
 
-/* Write the extents of a block, given its head. */
+/* Write the extents of a block, given its head. Returns -1 as `see` does. */
 static inline int take(const kvh_table *t, uint32_t slot, uint32_t space, const words_t *words,
                        int64_t shards, uint32_t length, extent_t *found) {
     seen_t seen;
-    if (!see(t, slot, space, words, &seen))
-        return 0;
+    int got = see(t, slot, space, words, &seen);
+    if (got <= 0)
+        return got;
     uint32_t flags = seen.flags;
     if (!emit(t, slot, &seen, flags, length, found))
         return 0;
     for (int64_t shard = 1; shard < shards; shard++) {
         uint32_t next = seen.next - 1;
-        if (next >= t->slot_count || !see(t, next, 0, words, &seen))
+        if (next >= t->slot_count)
             return 0;
+        got = see(t, next, 0, words, &seen);
+        if (got <= 0)
+            return got;
         if (!emit(t, next, &seen, flags, length, found + shard))
             return 0;
     }
@@ -316,29 +321,36 @@ static inline uint32_t candidate(const kvh_table *t, uint64_t hash, int *step) {
 }
 
 static uint32_t search(const kvh_table *t, uint32_t space, const words_t *words, uint64_t hash,
-                       int64_t shards, uint32_t length, extent_t *extents, int step) {
+                       int64_t shards, uint32_t length, extent_t *extents, int step,
+                       int *doubt) {
     for (;; step++) {
         uint32_t slot = candidate(t, hash, &step);
-        if (slot == NOWHERE || take(t, slot, space, words, shards, length, extents))
+        if (slot == NOWHERE)
             return slot;
+        int got = take(t, slot, space, words, shards, length, extents);
+        if (got > 0)
+            return slot;
+        *doubt |= got < 0;
     }
 }
 
 /* Find keys and write the extents of those that are here to their rows of `extents`, of shape
    (count, shards). `found` (count) is set to 1 for those; it comes as zeros. Without it the search
-   ends at the first key that is not here. Returns the number of keys found. */
+   ends at the first key that is not here. Returns the number of keys found, or -1 less that number
+   if an entry that is being written all the time may have one of the others. */
 int64_t kvh_table_find(const kvh_table *t, uint32_t space, int64_t count, int64_t shards,
                        const uint8_t *keys, int64_t key_bytes, uint32_t length,
                        extent_t *extents, uint8_t *found) {
     int64_t done = 0, hits = 0;
     uint32_t last = NOWHERE, step = 0;
+    int doubt = 0;
     while (done < count) {
         /* Blocks of a chain mostly lie in a row: no hash, and memory in order. */
         while (step && done < count) {
             words_t words = words_of(keys + done * key_bytes, key_bytes);
             uint32_t slot = last + step;
             if (slot >= t->slot_count ||
-                !take(t, slot, space, &words, shards, length, extents + done * shards))
+                take(t, slot, space, &words, shards, length, extents + done * shards) <= 0)
                 break;
             if (found)
                 found[done] = 1;
@@ -372,10 +384,10 @@ int64_t kvh_table_find(const kvh_table *t, uint32_t space, int64_t count, int64_
             uint32_t slot = NOWHERE;
             if (slots[i] != NOWHERE)
                 slot = search(t, space, &words[i], hash[i], shards, length,
-                              extents + done * shards, steps[i]);
+                              extents + done * shards, steps[i], &doubt);
             if (slot == NOWHERE) {
                 if (!found)
-                    return hits;
+                    return doubt ? -1 - hits : hits;
                 step = 0;
                 last = NOWHERE;
                 continue;
@@ -387,5 +399,5 @@ int64_t kvh_table_find(const kvh_table *t, uint32_t space, int64_t count, int64_
             last = slot;
         }
     }
-    return hits;
+    return doubt ? -1 - hits : hits;
 }

@@ -361,8 +361,8 @@ class ReleaseRequest(google.protobuf.message.Message):
 
     @property
     def cancelled_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Lease ids of lookups with `prefetch`, granted or not, whose requests went away: what climbs for nobody else
-        need not.
+        """Lease ids of lookups with `prefetch`, granted or not, whose requests went away. Cancels their promotions, except those
+        that another lookup asked for.
         """
 
     def __init__(

@@ -93,7 +93,7 @@ def measure(
     lengths = fitting(sizes, spare_bytes(), found["left_out"])
     memory_bytes = sum(lengths) * sizes.geometry.token_bytes + 4 * _SLAB_BYTES
     starter = module("kvhearth_server", "serve")
-    with served(starter, memory=str(memory_bytes), http="off") as daemon:
+    with served(starter, memory=str(memory_bytes)) as daemon:
         daemon.ready()
         runs = {}
         with tempfile.TemporaryDirectory(prefix="kvh-") as folder:

@@ -192,7 +192,7 @@ def bench_of(
 def copy_part(result: Result, sizes: Sizes) -> None:
     """Measure all figures of copies."""
     # Half of the arena may be reserved, for a batch and the pool.
-    with served(memory=sizes.memory_bytes, stock_fraction_max=0.5, http="off") as daemon:
+    with served(memory=sizes.memory_bytes, stock_fraction_max=0.5) as daemon:
         result.values["pages"] = daemon.ready()["pages"]
         (source, result.values["source_pages"]), (target, _) = blocks(1), blocks(2)
         with (

@@ -74,7 +74,7 @@ class CommitThread:
 
 def pauses_part(result: Result, sizes: Sizes) -> None:
     """Measure stores until their blocks may be served, and single blocks with pauses."""
-    with served(memory=sizes.memory_bytes, stock_fraction_max=0.5, http="off") as daemon:
+    with served(memory=sizes.memory_bytes, stock_fraction_max=0.5) as daemon:
         daemon.ready()
         (source, _), (target, _) = blocks(1), blocks(2)
         with (

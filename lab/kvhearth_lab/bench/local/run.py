@@ -78,7 +78,7 @@ def populate_part(result: Result, sizes: Sizes) -> None:
 
 def _start(memory_bytes: int) -> tuple[float, float]:
     """Return the processor time of a daemon until it is ready, and the seconds."""
-    with served(memory=memory_bytes, http="off") as daemon:
+    with served(memory=memory_bytes) as daemon:
         seconds = daemon.ready()["seconds"]
         # Unlike the sum over its threads, this has those that ended.
         fields = Path(f"/proc/{daemon.pid}/stat").read_text().rpartition(")")[2].split()

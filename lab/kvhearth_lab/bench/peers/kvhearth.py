@@ -121,7 +121,6 @@ def our_copies(sizes: Sizes, hugepages: bool, books: list[str]) -> Iterator[OurC
     with served(
         memory=sizes.memory_bytes,
         stock_fraction_max=0.5,
-        http="off",
         hugepages="prefer" if hugepages else "off",
     ) as daemon:
         said = daemon.ready()
@@ -189,7 +188,6 @@ def our_lookups(blocks: int, hugepages: bool, books: list[str]) -> Iterator[OurL
         memory=slabs * SLAB_BYTES,
         slot_bytes_min=SMALL_BYTES,
         slab_bytes=SLAB_BYTES,
-        http="off",
         hugepages="prefer" if hugepages else "off",
     ) as daemon:
         daemon.ready()

@@ -55,7 +55,8 @@ def run(python: Path, sizes: Sizes, say: Callable[[str], None]) -> dict[str, Any
 def _measure(python: Path, sizes: Sizes, prompt: int, books: list[str]) -> dict[str, Any]:
     pages = sizes.running * -(-(prompt + _DECODED_TOKENS) // _BLOCK_TOKENS) + 1024
     memory_bytes = max(2 * pages * _BLOCK_BYTES, 256 << 20)
-    with served(memory=memory_bytes) as daemon:
+    # In slots of the usual least size, four times as large, not all prompts would find room.
+    with served(memory=memory_bytes, slot_bytes_min=_BLOCK_BYTES) as daemon:
         daemon.ready()
         try:
             with _rigs(python, sizes, daemon.client_url, pages, memory_bytes) as rigs:
@@ -166,8 +167,8 @@ def _figures(result: Result, found: dict[str, Any], sizes: Sizes) -> None:
     )
     longest = ours[str(sizes.prompts[-1])]
     loads = {prompt: one["full_hits"]["loads"] for prompt, one in ours.items()}
-    if not all(loads.values()):
-        raise broken(f"no prompt that was stored before was found: {loads}")
+    if min(loads.values()) < sizes.running:
+        raise broken(f"not all of {sizes.running} prompts that were stored were found: {loads}")
     result.values["full_hit_admission_us"] = longest["full_hits"]["admission_us"]
     result.values["zero_hit_admission_us"] = longest["zero_hits"]["admission_us"]
     result.values["deferred_per_hit"] = max(one["full_hits"]["deferred"] for one in ours.values())

@@ -92,7 +92,7 @@ class Course:
             path = Path(name) / "watch"
             file = WatchFile(path)
             starter = module(self.module, str(path), str(slabs))
-            with served(starter, sessions_max=1024, hugepages="off", http="off") as daemon:
+            with served(starter, sessions_max=1024, hugepages="off") as daemon:
                 daemon.ready()
                 file.take()  # startup does not count: no client waits for it
                 yield Watched(self, daemon, file, slabs * SLAB_SLOTS)

@@ -88,7 +88,7 @@ STATES = (COLD, OWN, WARM, RESTART)
 memory empty; from the daemon after a restart of the engine, which has answered two short prompts
 since.
 """
-ALONE, OURS, LMCACHE = "none", "kvhearth", "lmcache"
+ALONE, OURS, REMOTE, LMCACHE = "none", "kvhearth", "kvhearth_remote", "lmcache"
 ZERO_HIT = "zero_hit_overhead"
 _RESAMPLES = 2000
 _TAIL = 0.025
@@ -154,6 +154,8 @@ def figure_list(labels: Iterable[str]) -> tuple[Figure, ...]:
             Figure(f"warm_of_engine_warm_{label}", "warm of engine_warm", *target(2.0)),
             Figure(f"restart_ratio_{label}", "restart of cold"),
             Figure(f"restart_of_warm_{label}", "restart of warm", *target(1.2)),
+            Figure(f"remote_warm_s_{label}", "from KVHearth over TCP"),
+            Figure(f"remote_of_warm_{label}", "that of warm", *target(1.3)),
             Figure(f"peer_warm_s_{label}", "from LMCache"),
             Figure(f"peer_warm_ratio_{label}", "that of cold"),
             Figure(f"peer_restart_ratio_{label}", "the same, the engine restarted"),
@@ -209,16 +211,18 @@ class Report:
     def _of_length(self, label: str) -> None:
         cold, own = self._times(ALONE, COLD, label), self._times(ALONE, OWN, label)
         warm, restart = self._times(OURS, WARM, label), self._times(OURS, RESTART, label)
+        remote = self._times(REMOTE, WARM, label)
         peer = self._times(LMCACHE, WARM, label)
         peer_restart = self._times(LMCACHE, RESTART, label)
         times = {"cold_s": cold, "engine_warm_s": own, "warm_s": warm, "restart_s": restart}
-        for name, found in {**times, "peer_warm_s": peer}.items():
+        for name, found in {**times, "remote_warm_s": remote, "peer_warm_s": peer}.items():
             self._put(f"{name}_{label}", list(found.values()))
         ratios = {
             "warm_ratio": (warm, cold),
             "warm_of_engine_warm": (warm, own),
             "restart_ratio": (restart, cold),
             "restart_of_warm": (restart, warm),
+            "remote_of_warm": (remote, warm),
             "peer_warm_ratio": (peer, cold),
             "peer_restart_ratio": (peer_restart, cold),
             "peer_restart_of_warm": (peer_restart, peer),
@@ -334,6 +338,7 @@ _BARS = (
     ("none", "engine_warm", "engine's own memory", "tab:green"),
     ("kvhearth", "warm", "KVHearth", "tab:orange"),
     ("kvhearth", "restart", "KVHearth, engine restarted", "tab:red"),
+    ("kvhearth_remote", "warm", "KVHearth over TCP", "tab:olive"),
     ("lmcache", "warm", "LMCache", "tab:blue"),
     ("lmcache", "restart", "LMCache, engine restarted", "tab:cyan"),
 )

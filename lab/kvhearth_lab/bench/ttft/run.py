@@ -1,6 +1,7 @@
 """Runs all parts of ``kvhearth bench ttft``.
 
-The sides are an engine alone, one on KVHearth's daemon, and one on LMCache's.
+The sides are an engine alone, one on KVHearth's daemon, one on another such daemon through its
+gateway over TCP, and one on LMCache's daemon.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kvhearth_lab.bench.ttft.figures import (
     OURS,
     OWN,
     PROBE_TOKENS,
+    REMOTE,
     RESTART,
     WARM,
     Cost,
@@ -183,21 +185,32 @@ def alone(setup: Setup) -> Side:
 
 
 @contextlib.contextmanager
-def ours(setup: Setup) -> Iterator[Side]:
-    """Provide a daemon of ours, and an engine with the flag of the README."""
-    folder = setup.folder / "ours"
+def ours(setup: Setup, name: str) -> Iterator[Side]:
+    """Provide a daemon of ours, and an engine with the flag of the README.
+
+    Args:
+        setup: settings of the run.
+        name: ``OURS`` for the engine on the daemon's host, ``REMOTE`` for one that reaches it over
+            loopback TCP.
+    """
+    folder = setup.folder / name
     folder.mkdir()
-    daemon = Served(folder, None, {"memory": setup.sizes.memory_bytes, "http": "off"})
+    settings: dict[str, object] = {"memory": setup.sizes.memory_bytes, "http": "off"}
+    address = f"127.0.0.1:{free_port()}"
+    if name == REMOTE:
+        settings["listen"] = address
+    daemon = Served(folder, None, settings)
     try:
         daemon.start()
+        url = f"kvhearth://{address}" if name == REMOTE else daemon.client_url.partition("?")[0]
         transfer = {
             "kv_connector": "KVHearthConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"url": daemon.client_url.partition("?")[0]},
+            "kv_connector_extra_config": {"url": url},
         }
         doors = Daemon(daemon.cpu_s, lambda: _wait_attached(daemon), lambda: _wait_quiet(daemon))
-        yield Side(OURS, setup, setup.launch(transfer=transfer), doors)
+        yield Side(name, setup, setup.launch(transfer=transfer), doors)
     finally:
         daemon.kill()
 
@@ -366,13 +379,17 @@ class Course:
         if free_bytes() < 2 * ENGINE_BYTES + self._sizes.memory_bytes:
             self._note("there is little free memory: two engines may not fit")
         self._add(alone(setup), stack)
-        self._add(stack.enter_context(ours(setup)), stack)
+        self._add(stack.enter_context(ours(setup, OURS)), stack)
+        if free_bytes() < 3 * ENGINE_BYTES + 2 * self._sizes.memory_bytes:
+            self._skip(REMOTE, "not enough free memory for a third engine")
+        else:
+            self._add(stack.enter_context(ours(setup, REMOTE)), stack)
         try:
             if given.lmcache_python is None:
                 raise EngineFailed("no interpreter was given with --lmcache")
             check_installed(given.lmcache_python)
-            if free_bytes() < 3 * ENGINE_BYTES + 2 * self._sizes.memory_bytes:
-                raise EngineFailed("not enough free memory for a third engine")
+            if free_bytes() < 4 * ENGINE_BYTES + 3 * self._sizes.memory_bytes:
+                raise EngineFailed("not enough free memory for a fourth engine")
             self._add(stack.enter_context(lmcache(setup, given.lmcache_python)), stack)
         except (EngineFailed, PeerFailed) as failed:
             self._skip(LMCACHE, str(failed))

@@ -39,7 +39,7 @@ _SHORT_SEGMENT = "99999999.segment"
 _HIT = re.compile(r'\bhit\("([a-z_.]+)"\)')
 _OF_ARENAS = ("journal.", "catalogue.", "durable.")
 _OF_DRIVES = ("ssd.", "demote.", "promote.")
-_OF_CLIMBS = ("promote.", "ssd.before_read", "ssd.after_read")
+_OF_PROMOTION = ("promote.", "ssd.before_read", "ssd.after_read")
 _OF_RESIZES = "resize."
 """Prefix of points that no world reaches, since its memory does not change;
 tests/integration/test_arena_resize.py dies at these points.
@@ -76,7 +76,7 @@ def in_reach(point: str, shape: Shape) -> bool:
     return (
         (bool(shape.ssd_bytes) or not point.startswith(_OF_DRIVES))
         and (shape.arena_stays or not point.startswith(_OF_ARENAS))
-        and (shape.kind in (FLEETING, PRESSED) or not point.startswith(_OF_CLIMBS))
+        and (shape.kind in (FLEETING, PRESSED) or not point.startswith(_OF_PROMOTION))
         and (shape.flush or not point.endswith("_sync"))
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.faults.base import Fault, Parameters
 from kvhearth_lab.torture.oracle import look_at_drive
-from kvhearth_lab.torture.world_config import FLEETING, SINKING, Shape
+from kvhearth_lab.torture.world_config import FLEETING, SPILLING, Shape
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class SlowDrive(_Drive):
         return {"delay_s": round(rng.uniform(0.05, 1.5), 3)}
 
     def run(self, world: World, parameters: Parameters) -> None:
-        if world.shape.kind != SINKING:
+        if world.shape.kind != SPILLING:
             super().run(world, parameters)
             return
         # No request fails, and each ends soon: stores wait for room, and nothing is lost.
@@ -161,7 +161,7 @@ class SlowReadBack(Fault):
     weight = 2
 
     def fits(self, shape: Shape) -> bool:
-        return shape.kind in (SINKING, FLEETING)
+        return shape.kind in (SPILLING, FLEETING)
 
     def plan(self, rng: random.Random, shape: Shape) -> Parameters:
         return {"for_s": round(rng.uniform(3.0, 5.0), 3), "footers": rng.random() < 0.5}

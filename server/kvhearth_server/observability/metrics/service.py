@@ -302,7 +302,8 @@ SERVICE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_loop_lag_seconds",
-        "How late a timer of the loop that takes all decisions fires; sampled ten times a second.",
+        "How late a timer of the loop that takes all decisions fires; sampled ten times a second, "
+        "once a second while engines are idle.",
         "Stalls: each call waits for as long. A busy processor counts, too.",
         one(lambda now: now.timings.loop_lag),
         kind="histogram",

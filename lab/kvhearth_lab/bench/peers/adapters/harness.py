@@ -22,7 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 U8 = NDArray[np.uint8]
+CONNECTIONS = (1, 4, 16)
+"""Numbers of connections over which ``WirePeer`` spreads blocks."""
 _MAP_HUGETLB = 0x40000
 _STAMP_EVERY = 512
 _STAMPS = 251
@@ -43,7 +47,8 @@ class Config:
     """Parameters of ``prepare``.
 
     Attributes:
-        part: ``copies``, ``lookups``, or ``files`` (blocks in files under ``folder``).
+        part: ``copies``, ``lookups``, ``files`` (blocks in files under ``folder``), or ``wire``
+            (blocks over TCP, on 1, 4 and 16 connections).
         memory_bytes: upper bound on the peer's memory.
         batch, page_bytes: blocks of a batch, and bytes of one.
         small_bytes, blocks: bytes of a block to look up, and the number of such blocks.
@@ -216,6 +221,89 @@ class FilePeer:
         raise RuntimeError("no lookups are measured")
 
 
+class WirePeer:
+    """Base of peers whose blocks travel over TCP; each subclass starts, connects, puts and gets.
+
+    ``store_4`` and ``load_4`` spread the blocks over 4 connections, each with a thread;
+    ``store_one`` and ``load_one`` move one block.
+    """
+
+    source: U8
+    target: U8
+    pages: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._open: list[Any] = []
+        self._threads = ThreadPoolExecutor(max(CONNECTIONS))
+
+    def prepare(self, config: Config) -> str:
+        """Make the blocks, and return the kind of their pages."""
+        self.source, kind = huge_or_not(config.batch, config.page_bytes, config.hugepages)
+        self.target, _ = huge_or_not(config.batch, config.page_bytes, config.hugepages)
+        fill(self.source)
+        self.target[:] = 0
+        self.pages = range(config.batch)
+        return pages_behind(self.source, kind)
+
+    def measures(self) -> Mapping[str, Callable[[int], float]]:
+        """See ``Peer``."""
+        made: dict[str, Callable[[int], float]] = {}
+        for count in CONNECTIONS:
+            made[f"store_{count}"] = partial(self._spread, self.put, count)
+            made[f"load_{count}"] = partial(self._spread, self.get, count)
+        made["store_one"] = partial(self._one, self.put)
+        made["load_one"] = partial(self._one, self.get)
+        return made
+
+    def connect(self) -> Any:
+        """Return a connection."""
+        raise NotImplementedError
+
+    def put(self, connection: Any, pages: Sequence[int]) -> None:
+        """Store blocks of the source until they are acknowledged."""
+        raise NotImplementedError
+
+    def get(self, connection: Any, pages: Sequence[int]) -> None:
+        """Load blocks into the target."""
+        raise NotImplementedError
+
+    def _spread(self, move: Callable[[Any, Sequence[int]], None], count: int, _index: int) -> float:
+        self._connect(count)
+        parts = [self.pages[number::count] for number in range(count)]
+        start = time.perf_counter()
+        running = [
+            self._threads.submit(move, connection, part)
+            for connection, part in zip(self._open, parts, strict=False)
+        ]
+        for each in running:
+            each.result()
+        return time.perf_counter() - start
+
+    def _one(self, move: Callable[[Any, Sequence[int]], None], index: int) -> float:
+        self._connect(1)
+        start = time.perf_counter()
+        move(self._open[0], [self.pages[index]])
+        return time.perf_counter() - start
+
+    def _connect(self, count: int) -> None:
+        while len(self._open) < count:
+            self._open.append(self.connect())
+
+    def drop(self) -> None:
+        """See ``Peer``."""
+
+    def lookups(self, count: int) -> list[float]:
+        """Fail: such peers have no lookups."""
+        raise RuntimeError("no lookups are measured")
+
+    def close(self) -> None:
+        """See ``Peer``."""
+        self._threads.shutdown()
+        for child in reversed(self.children):
+            child.end()
+
+
 class Child:
     """A process of the peer, its output in a file.
 
@@ -234,6 +322,11 @@ class Child:
             self._process = subprocess.Popen(
                 list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env
             )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
 
     def check(self) -> None:
         """Raise RuntimeError if the process ended."""

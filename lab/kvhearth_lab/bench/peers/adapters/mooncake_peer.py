@@ -1,8 +1,10 @@
-"""Adapter of Mooncake Store in shared-memory mode.
+"""Adapter of Mooncake Store in shared-memory mode, and over TCP.
 
 It starts a master, a store process with the memory ("real client"), and a client ("dummy") whose
-pages lie in memory that it shares with the store process. Huge pages (``MC_STORE_USE_HUGEPAGE``)
-are on where enough are free: they are off by default, and they are Mooncake's best case.
+pages lie in memory that it shares with the store process. For the part ``wire`` the client is a
+process of its own without memory for the store, as one on another host. Huge pages
+(``MC_STORE_USE_HUGEPAGE``) are on where enough are free: they are off by default, and they are
+Mooncake's best case.
 """
 
 from __future__ import annotations
@@ -16,12 +18,23 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvhearth_lab.bench.peers.adapters.harness import U8, Child, Config, fill, free_port, order
+from kvhearth_lab.bench.peers.adapters.harness import (
+    CONNECTIONS,
+    U8,
+    Child,
+    Config,
+    fill,
+    free_port,
+    huge_or_not,
+    order,
+)
 
 _PACKAGE = "mooncake-transfer-engine-non-cuda"
 _LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
@@ -53,6 +66,25 @@ class _Client:
             self.places.append(place)
 
 
+class _FarClient:
+    """One client that reaches the store process over TCP, with its pages registered."""
+
+    def __init__(self, master: str, areas: Sequence[U8]) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self.store = MooncakeDistributedStore()
+        status = self.store.setup(
+            "127.0.0.1", "P2PHANDSHAKE", 0, _LOCAL_BUFFER_BYTES, "tcp", "", master
+        )
+        if status:
+            raise RuntimeError(f"setup answers {status}")
+        self.areas = areas
+        self.places = [int(area.ctypes.data) for area in areas]
+        for area, place in zip(areas, self.places, strict=True):
+            if self.store.register_buffer(place, area.nbytes):
+                raise RuntimeError("the pages cannot be registered")
+
+
 class Peer:
     """See ``harness.Peer``."""
 
@@ -62,25 +94,36 @@ class Peer:
 
     def __init__(self) -> None:
         self._children: list[Child] = []
-        self._client: _Client | None = None
+        self._client: _Client | _FarClient | None = None
+        self._threads = ThreadPoolExecutor(max(CONNECTIONS))
         self._config: Config | None = None
-        self._address = ""
+        self._address = self._master = ""
         self._kept: list[str] = []
         self._keys: list[str] = []
 
     def start(self, config: Config) -> Mapping[str, Any]:
         """See ``harness.Peer``."""
         self._config = config
+        pages = "2MiB" if config.hugepages else "4KiB"
+        kind = "shared-memory client"
         if config.hugepages:
             os.environ["MC_STORE_USE_HUGEPAGE"] = "1"
         self._preload()
         self._start_daemons(config)
         if config.part == "copies":
-            self._client = _Client(self._address, config.page_bytes, config.batch, 2)
-            self.source, self.target = self._client.areas
+            client = self._client = _Client(self._address, config.page_bytes, config.batch, 2)
+            self.source, self.target = client.areas
             self.pages = order(config.batch)
             fill(self.source)
             self.target[:] = 0
+        elif config.part == "wire":
+            kind = "a client over TCP"
+            self.source, pages = huge_or_not(config.batch, config.page_bytes, config.hugepages)
+            self.target, _ = huge_or_not(config.batch, config.page_bytes, config.hugepages)
+            fill(self.source)
+            self.target[:] = 0
+            self.pages = range(config.batch)
+            self._client = _FarClient(self._master, [self.source, self.target])
         else:
             self._fill_small(config)
         return {
@@ -89,15 +132,23 @@ class Peer:
                 "numpy": np.__version__,
                 "python": sys.version.split()[0],
             },
-            "settings": "master, store process and shared-memory client; protocol tcp, "
+            "settings": f"master, store process and {kind}; protocol tcp, "
             "metadata P2PHANDSHAKE; memory of pages and store registered at the start",
-            "pages": "2MiB" if config.hugepages else "4KiB",
+            "pages": pages,
             "leftovers": [],
+            "pids": [child.pid for child in self._children],
         }
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
         """See ``harness.Peer``."""
-        if self._config is None or self._config.part != "copies":
+        part = "" if self._config is None else self._config.part
+        if part == "wire":
+            made: dict[str, Callable[[int], float]] = {}
+            for count in CONNECTIONS:
+                made[f"store_{count}"] = partial(self._spread, count, True)
+                made[f"load_{count}"] = partial(self._spread, count, False)
+            return {**made, "store_one": self._store_one, "load_one": self._load_one}
+        if part != "copies":
             return {}
         return {
             "store": self._store,
@@ -129,13 +180,14 @@ class Peer:
 
     def close(self) -> None:
         """See ``harness.Peer``."""
+        self._threads.shutdown()
         if self._client is not None:
             self._client.store.close()
         for child in reversed(self._children):
             child.end()
 
     @property
-    def _made(self) -> _Client:
+    def _made(self) -> _Client | _FarClient:
         if self._client is None:
             raise RuntimeError("not started")
         return self._client
@@ -171,6 +223,7 @@ class Peer:
         self._children.append(Child(config.folder, "mooncake_client", command))
         self._children[1].wait_port(port)
         self._address = f"127.0.0.1:{port}"
+        self._master = f"127.0.0.1:{master_port}"
 
     def _stored(self, statuses: Sequence[int], good: int) -> None:
         bad = [status for status in statuses if status != good]
@@ -184,13 +237,32 @@ class Peer:
         places = [place + page * page_bytes for page in self.pages]
         return places, [page_bytes] * len(places)
 
+    def _spread(self, count: int, put: bool, _index: int) -> float:
+        """Return the seconds of puts or gets of all pages, shared among ``count`` threads."""
+        store, size = self._made.store, self.source.shape[1]
+        if put:
+            self._kept = [secrets.token_hex(16) for _ in self.pages]
+        place, keys = self._made.places[0 if put else 1], self._kept
+
+        def move(number: int) -> None:
+            pages = self.pages[number::count]
+            call = store.batch_put_from if put else store.batch_get_into
+            places = [place + page * size for page in pages]
+            statuses = call([keys[page] for page in pages], places, [size] * len(pages))
+            self._stored(statuses, 0 if put else size)
+
+        start = time.perf_counter()
+        for done in [self._threads.submit(move, number) for number in range(count)]:
+            done.result()
+        return time.perf_counter() - start
+
     def _store(self, _index: int) -> float:
         keys = [secrets.token_hex(16) for _ in self.pages]
         seconds = self._store_into(self._made, keys)
         self._kept = keys
         return seconds
 
-    def _store_into(self, client: _Client, keys: list[str]) -> float:
+    def _store_into(self, client: _Client | _FarClient, keys: list[str]) -> float:
         page_bytes = self.source.shape[1]
         places = [client.places[0] + page * page_bytes for page in self.pages]
         sizes = [page_bytes] * len(places)
@@ -238,13 +310,11 @@ class Peer:
         return seconds
 
     def _fill_small(self, config: Config) -> None:
-        self._client = _Client(self._address, config.small_bytes, _FILL_KEYS, 1)
-        self._client.areas[0][:] = 1
+        client = self._client = _Client(self._address, config.small_bytes, _FILL_KEYS, 1)
+        client.areas[0][:] = 1
         self._keys = [secrets.token_hex(16) for _ in range(config.blocks)]
-        places = [
-            self._client.places[0] + number * config.small_bytes for number in range(_FILL_KEYS)
-        ]
+        places = [client.places[0] + number * config.small_bytes for number in range(_FILL_KEYS)]
         for start in range(0, config.blocks, _FILL_KEYS):
             keys = self._keys[start : start + _FILL_KEYS]
             sizes = [config.small_bytes] * len(keys)
-            self._stored(self._client.store.batch_put_from(keys, places[: len(keys)], sizes), 0)
+            self._stored(client.store.batch_put_from(keys, places[: len(keys)], sizes), 0)

@@ -26,7 +26,7 @@ def writeback_rig(count: int, **options: object) -> tuple[TierRig, int]:
     return rig, session
 
 
-def test_a_lookup_tells_where_blocks_are_and_lets_them_climb() -> None:
+def test_a_lookup_tells_where_blocks_are_and_promotes_them() -> None:
     rig, session = writeback_rig(4)
     rig.put(session, keys(9))
     found = rig.lookup(session, [*keys(0, 1), key(77)])
@@ -43,7 +43,7 @@ def test_a_lookup_tells_where_blocks_are_and_lets_them_climb() -> None:
     assert rig.tier.submitted["store"] == 5
 
 
-def test_blocks_of_several_shards_climb_whole() -> None:
+def test_blocks_of_several_shards_are_promoted_whole() -> None:
     rig = TierRig(slabs=8)
     session = rig.attach(contract(full(4000, shards=4), window(32, 5000)))
     rig.save(session, keys(1, 2, 3))
@@ -58,7 +58,7 @@ def test_blocks_of_several_shards_climb_whole() -> None:
     assert found.hit_tokens == 48
 
 
-def test_a_key_that_is_named_twice_climbs_once() -> None:
+def test_a_key_that_is_named_twice_is_promoted_once() -> None:
     rig, session = writeback_rig(2)
     rig.want(session, keys(0, 0, 1))
     rig.settle()
@@ -108,7 +108,7 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
 
 
 @pytest.mark.parametrize("lack", ["room", "queue"])
-def test_what_finds_no_room_at_once_climbs_later(lack: str) -> None:
+def test_a_block_without_room_at_once_is_promoted_later(lack: str) -> None:
     bounds = {"queue_reads": 8} if lack == "queue" else {}
     rig, session = writeback_rig(60, slabs=8, **bounds)
     rig.want(session, keys(*range(60)))
@@ -135,7 +135,7 @@ def test_what_finds_no_room_while_nothing_is_under_way_is_told() -> None:
     assert rig.count_of("promotion_failed", "no_room") == 4
 
 
-def test_a_cancelled_climb_frees_its_slots_when_the_tier_is_done_with_them() -> None:
+def test_a_cancelled_promotion_frees_its_slots_when_the_tier_is_done_with_them() -> None:
     rig, session = writeback_rig(4)
     rig.tier.held = True
     rig.want(session, keys(*range(4)), lease_id=7)
@@ -163,7 +163,7 @@ def test_what_waits_is_cancelled_with_its_request() -> None:
     assert rig.state.namespaces.get(1).used_bytes == 0
 
 
-def test_askers_of_a_climb_are_bounded() -> None:
+def test_requesters_of_a_promotion_are_bounded() -> None:
     rig, session = writeback_rig(2)
     rig.tier.held = True
     for lease_id in range(1, 2 * REQUESTERS_MAX):
@@ -199,7 +199,7 @@ def test_wrong_bytes_below_are_a_miss_and_never_served() -> None:
     assert rig.count_of("checksum_failures", "ssd") == 1
 
 
-def test_a_climb_stays_within_the_quota() -> None:
+def test_a_promotion_stays_within_the_quota() -> None:
     rig, session = writeback_rig(20)
     rig.state.namespaces.get(1).quota_bytes = 10 * 4096
     rig.put(session, keys(100))

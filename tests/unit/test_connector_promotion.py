@@ -118,7 +118,7 @@ def begin(cache: Cache, wait_s: float, count: int = 4) -> Transfer[LoadResult]:
 
 
 @pytest.mark.parametrize("eta_us", [2000, 0], ids=["from SSD", "until it is checked"])
-def test_a_load_waits_for_what_climbs(cache: Cache, daemon: FakeDaemon, eta_us: int) -> None:
+def test_a_load_waits_for_promotion(cache: Cache, daemon: FakeDaemon, eta_us: int) -> None:
     Tower(daemon, dram=1, eta_us=eta_us)
     done = begin(cache, 10.0).result(DONE_S)
     assert (done.hit_blocks, done.usable_blocks, done.reason) == (4, 4, "")
@@ -128,7 +128,7 @@ def test_a_load_waits_for_what_climbs(cache: Cache, daemon: FakeDaemon, eta_us: 
     until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:3]) if eta_us else []))
 
 
-def test_a_load_that_is_given_up_calls_its_climb_off(cache: Cache, daemon: FakeDaemon) -> None:
+def test_a_load_that_is_given_up_cancels_its_promotion(cache: Cache, daemon: FakeDaemon) -> None:
     Tower(daemon, dram=2, step=0, eta_us=60_000_000)
     future = begin(cache, 30.0)
     until(lambda: lookups(daemon))
@@ -146,7 +146,7 @@ def test_a_load_that_waits_holds_no_other_load_up(cache: Cache, daemon: FakeDaem
     assert slow.result(DONE_S).usable_blocks == 4
 
 
-def test_a_closed_cache_waits_for_no_climb(client: KVClient, daemon: FakeDaemon) -> None:
+def test_a_closed_cache_waits_for_no_promotion(client: KVClient, daemon: FakeDaemon) -> None:
     Tower(daemon, dram=1, step=0, eta_us=60_000_000)
     cache = Cache(client)
     future = begin(cache, 30.0)
@@ -157,7 +157,7 @@ def test_a_closed_cache_waits_for_no_climb(client: KVClient, daemon: FakeDaemon)
     assert ended(daemon)[0] == sorted(request.lease_id for request in lookups(daemon))
 
 
-def test_a_daemon_that_goes_while_blocks_climb_is_no_long_wait(
+def test_a_daemon_that_goes_during_promotion_is_no_long_wait(
     cache: Cache, daemon: FakeDaemon
 ) -> None:
     Tower(daemon, dram=1, step=0, eta_us=20_000)
@@ -264,7 +264,7 @@ def admit(half: SchedulerConnector, request: ScriptedRequest, tokens: int) -> di
     return half.take_counts()
 
 
-def test_what_climbs_is_waited_for_and_counted_by_its_source(
+def test_promotion_is_waited_for_and_counted_by_its_source(
     daemon: FakeDaemon, make_half: MakeHalf
 ) -> None:
     tower = Tower(daemon, dram=1)
@@ -358,7 +358,7 @@ def test_without_patience_what_is_there_is_taken(daemon: FakeDaemon, make_half: 
     assert answer(half, request) == 32
 
 
-def test_requests_that_go_away_call_their_climbs_off(
+def test_requests_that_go_away_cancel_their_promotions(
     daemon: FakeDaemon, make_half: MakeHalf
 ) -> None:
     tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
@@ -416,7 +416,7 @@ def test_a_bound_on_loads_that_is_met_already_waits_for_nothing(
     assert answer(half, new(half)) == 32
 
 
-def test_a_long_climb_does_not_make_its_question_old(
+def test_a_long_promotion_does_not_make_its_question_old(
     daemon: FakeDaemon, make_half: MakeHalf
 ) -> None:
     """Otherwise the lookup would be repeated, and the bound on the wait would restart."""
@@ -437,7 +437,7 @@ def test_a_long_climb_does_not_make_its_question_old(
     assert len(tower.asked) == 1
 
 
-def test_who_only_stores_lets_nothing_climb(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+def test_who_only_stores_promotes_nothing(daemon: FakeDaemon, make_half: MakeHalf) -> None:
     tower = Tower(daemon, dram=1)
     half = make_half(loads=False)
     request = new(half)

@@ -62,17 +62,17 @@ def copy_state(engine: CachedEngine, daemon: Daemon) -> list[bytes]:
     return keys
 
 
-def test_a_load_waits_until_its_blocks_have_climbed(daemon: Daemon, engine: CachedEngine) -> None:
+def test_a_load_waits_until_its_blocks_are_promoted(daemon: Daemon, engine: CachedEngine) -> None:
     keys = copy_state(engine, daemon)
     for start in range(0, 4 * PORTION, PORTION):
         done = engine.load(keys[start : start + PORTION], wait_s=10.0)
         assert (done.usable_blocks, done.reason) == (PORTION, "")
 
 
-def test_a_load_that_does_not_wait_lets_them_climb(daemon: Daemon, engine: CachedEngine) -> None:
+def test_a_load_that_does_not_wait_promotes_them(daemon: Daemon, engine: CachedEngine) -> None:
     keys = copy_state(engine, daemon)[:PORTION]
     assert engine.load(keys).usable_blocks == 0
-    until(lambda: engine.load(keys).usable_blocks == PORTION, "they climb")
+    until(lambda: engine.load(keys).usable_blocks == PORTION, "they are promoted")
     assert engine.counter("cancel") == 0
 
 
@@ -112,7 +112,7 @@ def test_many_loads_wait_at_once(daemon: Daemon, engine: CachedEngine) -> None:
     assert [future.result(DONE_S).usable_blocks for future in futures] == [16] * 16
 
 
-def test_a_daemon_that_is_killed_while_blocks_climb(tmp_path: Path) -> None:
+def test_a_daemon_that_is_killed_during_promotion(tmp_path: Path) -> None:
     with (
         running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own,
         cached_engine(own.url()) as engine,
@@ -138,7 +138,7 @@ def quiet(daemon: Daemon) -> None:
         after = [daemon.counters().get(name, 0) for name in moved]
         return before == after and not daemon.stats().leases
 
-    until(still, "nothing is leased, nothing climbs")
+    until(still, "nothing is leased, nothing is promoted")
 
 
 TOKENS = 320
@@ -159,23 +159,23 @@ def fill(engine: ScriptedEngine, daemon: Daemon, name: str) -> None:
             until(lambda saved=saved: daemon.counters()["demoted_blocks"] >= saved, "it is saved")
 
 
-def test_a_prompt_that_sank_is_loaded(daemon: Daemon) -> None:
-    with scripted_engine(daemon.url(), engine_id="sunk") as engine:
-        fill(engine, daemon, "sunk")
+def test_a_prompt_on_ssd_is_loaded(daemon: Daemon) -> None:
+    with scripted_engine(daemon.url(), engine_id="lower") as engine:
+        fill(engine, daemon, "lower")
         for number in range(20):
-            assert engine.run(f"again{number}", f"sunk {number}", TOKENS) == TOKENS
+            assert engine.run(f"again{number}", f"lower {number}", TOKENS) == TOKENS
         counts = engine.counts
         assert counts["hit_ssd_tokens"] > 10 * TOKENS
         assert counts["hit_ssd_tokens"] + counts.get("hit_dram_tokens", 0) == 20 * TOKENS
         assert counts["climb_waits"] >= 10
         assert counts["load_bytes"] == 20 * TOKENS // BLOCK_TOKENS * PAGE_BYTES
         # The blocks are in memory now.
-        assert engine.run("third", "sunk 19", TOKENS) == TOKENS
+        assert engine.run("third", "lower 19", TOKENS) == TOKENS
         assert engine.counts["climb_waits"] == counts["climb_waits"]
     daemon.wait_quiet()
 
 
-def test_a_prompt_of_which_a_part_sank(daemon: Daemon) -> None:
+def test_a_prompt_of_which_a_part_is_on_ssd(daemon: Daemon) -> None:
     """The prompt's beginning was used again, its end was not."""
     with scripted_engine(daemon.url(), engine_id="part") as engine:
         fill(engine, daemon, "part")
@@ -184,7 +184,7 @@ def test_a_prompt_of_which_a_part_sank(daemon: Daemon) -> None:
     daemon.wait_quiet()
 
 
-def test_a_window_that_sank(daemon: Daemon) -> None:
+def test_a_window_on_ssd(daemon: Daemon) -> None:
     window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, PAGE_BYTES, window_tokens=40)
     with scripted_engine(daemon.url(), groups=(FULL, window), engine_id="window") as engine:
         fill(engine, daemon, "window")
@@ -199,7 +199,7 @@ def test_a_window_that_sank(daemon: Daemon) -> None:
     daemon.wait_quiet()
 
 
-def test_requests_that_go_away_while_blocks_climb_leave_nothing(daemon: Daemon) -> None:
+def test_requests_that_go_away_during_promotion_leave_nothing(daemon: Daemon) -> None:
     with scripted_engine(daemon.url(), engine_id="gone") as engine:
         fill(engine, daemon, "gone")
         for number in range(40):
@@ -212,7 +212,7 @@ def test_requests_that_go_away_while_blocks_climb_leave_nothing(daemon: Daemon) 
     daemon.wait_quiet()
 
 
-def test_requests_with_the_same_prompt_climb_and_load_together(daemon: Daemon) -> None:
+def test_requests_with_the_same_prompt_are_promoted_and_loaded_together(daemon: Daemon) -> None:
     with scripted_engine(daemon.url(), engine_id="same", blocks=512) as engine:
         fill(engine, daemon, "same")
         requests = [engine.add(f"b{number}", "same 0", TOKENS) for number in range(8)]
@@ -239,7 +239,7 @@ def test_a_restart_of_daemon_and_engine(tmp_path: Path) -> None:
             assert engine.counts["hit_ssd_tokens"] == 4 * TOKENS
 
 
-def test_a_prompts_daemon_that_is_killed_while_blocks_climb(tmp_path: Path) -> None:
+def test_a_prompts_daemon_that_is_killed_during_promotion(tmp_path: Path) -> None:
     with (
         running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own,
         scripted_engine(own.url(), engine_id="killed") as engine,
