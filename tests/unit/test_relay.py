@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 from collections.abc import Iterator
 
@@ -85,12 +86,12 @@ def test_bytes_are_carried_both_ways_and_connections_counted(lines: Lines) -> No
 def test_a_trap_is_sprung_after_that_many_bytes_of_its_purpose(
     lines: Lines, after_bytes: int
 ) -> None:
-    sprung: list[int] = []
+    sprung: queue.SimpleQueue[int] = queue.SimpleQueue()
     near, far = lines.connect(Purpose.DATA)
     calls, far_calls = lines.connect(Purpose.CALLS)
 
     def cut() -> None:
-        sprung.append(lines.relay.cut(Purpose.DATA))
+        sprung.put(lines.relay.cut(Purpose.DATA))
 
     lines.relay.trap(Purpose.DATA, after_bytes, cut)
     calls.sendall(bytes(5000))
@@ -98,7 +99,7 @@ def test_a_trap_is_sprung_after_that_many_bytes_of_its_purpose(
     assert lines.relay.armed
     near.sendall(bytes(1000))
     assert whole(far, 1000) == bytes(after_bytes)
-    assert sprung == [1]
+    assert sprung.get(timeout=WAIT_S) == 1
     assert not lines.relay.disarm()
     assert is_silent(far_calls), "connections of other purposes live"
     lines.relay.trap(Purpose.DATA, 1, cut)
