@@ -210,9 +210,11 @@ def missing_keys(settings: Settings) -> Counter[int]:
     """
     known = {key.number for keys in ssd_keys(settings).values() for key in keys}
     found: Counter[int] = Counter()
-    for path in (path for each in settings.ssd_dirs for path in each.path.glob("*.segment")):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            found += _keys_of(file)
+    for each in settings.ssd_dirs:
+        with contextlib.suppress(OSError):  # a directory that cannot be read has its own finding
+            for path in each.path.glob("*.segment"):
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    found += _keys_of(file)
     return Counter({number: count for number, count in found.items() if number not in known})
 
 

@@ -180,8 +180,10 @@ class Gateway:
                     del self._unopened[oldest]
                     oldest.shut()
         if full:
-            error_full = KVHearthError(Reason.TOO_MANY_SESSIONS, "too many connections; close some")
-            self._refused(error_full, guest.peer)
+            refusal = KVHearthError(Reason.TOO_MANY_SESSIONS, "too many connections; close some")
+            if self._closing:
+                refusal = KVHearthError(Reason.DRAINING, "the gateway is ending; connect again")
+            self._refused(refusal, guest.peer)
             connection.close()
             return
         main = threading.Thread(
@@ -357,6 +359,7 @@ class Gateway:
             late_ones = [each for each in self._unopened if each.since < old]
         for guest in late_ones:
             guest.shut()
+        self.sessions.settle()
         self._janitor.rest(_JANITOR_S)
 
     # -- calls and data ----------------------------------------------------------------------------

@@ -218,14 +218,18 @@ class RemoteSession:
             return True
 
     def shut(self) -> bool:
-        """End all connections and wait for their threads; False if one goes on."""
+        """End all connections, and wait for the threads that move bytes; False if one goes on."""
         with self._changed:
             self.ended = True
             if self.line is not None:
                 self.line.end()
             for stream in self._streams:
                 stream.end()
-            return self._changed.wait_for(lambda: not self._streams, END_S)
+            return self._changed.wait_for(self.settled, END_S)
+
+    def settled(self) -> bool:
+        """Return whether no thread moves bytes of the session."""
+        return Purpose.DATA not in self._streams.values()
 
 
 class Sessions:
@@ -244,6 +248,7 @@ class Sessions:
         self._lock = threading.Lock()
         self._by_token: dict[bytes, RemoteSession] = {}
         self._books: dict[GroupKey, Book] = {}
+        self._unsettled: list[RemoteSession] = []
 
     def open(self, identity: Identity, hello: Hello) -> RemoteSession:
         """Attach for a remote process. Ended first are a session that it names as its previous
@@ -331,7 +336,8 @@ class Sessions:
         if settled:
             session.daemon.goodbye()
         else:
-            session.daemon.close()
+            with self._lock:
+                self._unsettled.append(session)
         _log.info(
             "gateway.left",
             why=why,
@@ -344,6 +350,17 @@ class Sessions:
         if over:
             for each in others:
                 self.end(each, "scheduler left")
+
+    def settle(self) -> None:
+        """Tell the daemon of ended sessions whose transfers have ended since.
+
+        Without a word it would keep their slots aside for as long as this process lives.
+        """
+        with self._lock:
+            done = [each for each in self._unsettled if each.settled()]
+            self._unsettled = [each for each in self._unsettled if each not in done]
+        for each in done:
+            each.daemon.goodbye()
 
 
 def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:

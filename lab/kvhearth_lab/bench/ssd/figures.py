@@ -71,7 +71,7 @@ class Sizes:
         """Capacity of the tiers with and without keys together: two rounds each, and segments to
         make room in.
         """
-        return 2 * (2 * self.round_bytes + 6 * self.segment_bytes)
+        return 2 * (2 * self.round_bytes + 3 * self.segment_bytes)
 
     @property
     def needed_bytes(self) -> int:
