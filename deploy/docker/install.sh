@@ -45,6 +45,9 @@ find "$target/lib" -depth -type d \( -name tests -o -name include -o -path '*/nu
 rm -f "$target"/bin/f2py "$target"/bin/numpy-config
 # cffi compiles modules by these; cryptography's are compiled, and load _cffi_backend only.
 rm -rf "$target"/lib/python3*/site-packages/cffi "$target"/lib/python3*/site-packages/pycparser
+# Help and tables show no source code: rich looks for the lexers of text and Python only.
+find "$target"/lib/python3*/site-packages/pygments/lexers -name '*.py' ! -name __init__.py ! -name _mapping.py \
+  ! -name special.py ! -name python.py -delete
 find "$target/lib" -type f \( -name '*.pyi' -o -name '*.a' -o -name '*.pxd' -o -name '*.h' \) -delete
 
 # It was made below IMAGE and will run at /opt/kvhearth.

@@ -108,6 +108,7 @@ class Attack:
         processes: number of its processes.
         pause_s: pause of each process after each round of ``run``.
         seconds_least: shortest time under attack that shows what it does.
+        settle_s: longest time until memory and descriptors are back.
         arena: whether the daemon's arena is in files, so that it has a durable catalogue.
         gateway: whether the daemon has a gateway; the good clients then use it, too.
     """
@@ -119,6 +120,7 @@ class Attack:
     processes: ClassVar[int] = 1
     pause_s: ClassVar[float] = 0.0
     seconds_least: ClassVar[float] = 0.0
+    settle_s: ClassVar[float] = 10.0
     arena: ClassVar[bool] = False
     gateway: ClassVar[bool] = False
 

@@ -70,10 +70,11 @@ def data_line(target: Target, link: Link) -> socket.socket:
 
 
 class Remote(Attack):
-    """An attack on a gateway."""
+    """An attack on a gateway, whose sessions outlive a broken life line for 10 s."""
 
     needs = frozenset({SECOND_UID})
     gateway = True
+    settle_s = 25.0
 
 
 class RemoteRandom(Remote):

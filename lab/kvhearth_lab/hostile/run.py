@@ -32,7 +32,6 @@ PAGE_BYTES = 16 << 10
 REPEATS_MAX = 5
 IDLE_SHARE, UNDER_SHARE, AFTER_SHARE = 0.35, 0.5, 0.15
 IDLE_S_LEAST, UNDER_S_LEAST, AFTER_S_LEAST = 1.0, 1.5, 0.5
-SETTLE_S = 10.0
 READY_S = 30.0
 _WARM_S = 1.0
 _SHARED_MEMORY = Path("/dev/shm")
@@ -240,7 +239,7 @@ class Stage:
         finally:
             attack.stop()
         over = time.monotonic()
-        self._settle(row)
+        self._settle(row, attack.settle_s)
         settled = time.monotonic()
         self._wait(max(AFTER_S_LEAST, AFTER_SHARE * seconds))
         end = time.monotonic()
@@ -272,9 +271,9 @@ class Stage:
         row.wrong = self.goods.said("wrong", quiet, now)
         row.lost = self.goods.said("lost", quiet, now)
 
-    def _settle(self, row: Row) -> None:
+    def _settle(self, row: Row, seconds: float) -> None:
         """Wait until memory and descriptors are back, for a limited time."""
-        end = time.monotonic() + SETTLE_S
+        end = time.monotonic() + seconds
         while not self.daemon.dead:
             row.rss_after, row.descriptors_after = self.watch.now()
             if row.settled or time.monotonic() > end:

@@ -56,7 +56,10 @@ class Stream:
         self._reading = True
         self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(connection, self._read)
+        # By number: asyncio looks a new one up, and the error that it meets would name a socket's
+        # addresses, by two system calls.
+        self._fd = connection.fileno()
+        self._loop.add_reader(self._fd, self._read)
 
     def received(self, data: memoryview) -> None:
         """Handle received bytes; they are gone after this returns."""
@@ -87,7 +90,7 @@ class Stream:
             if sent == len(data) or self.closing:
                 return
             data = data[sent:]
-            self._loop.add_writer(self._socket, self._flush)
+            self._loop.add_writer(self._fd, self._flush)
         self._waiting += data
         if len(self._waiting) > self._waiting_bytes_max and not self.full:
             self.full = True
@@ -100,9 +103,9 @@ class Stream:
             return
         self._reading = reading
         if reading:
-            self._loop.add_reader(self._socket, self._read)
+            self._loop.add_reader(self._fd, self._read)
         else:
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._fd)
 
     def close(self) -> None:
         """Stop reading; end when the peer has taken all written bytes."""
@@ -117,7 +120,7 @@ class Stream:
             return
         self.read_on(False)
         self._has_ended = self.closing = True
-        self._loop.remove_writer(self._socket)
+        self._loop.remove_writer(self._fd)
         self._waiting.clear()
         self._socket.close()
         self._loop.call_soon(self.ended)
@@ -151,7 +154,7 @@ class Stream:
         del self._waiting[:sent]
         self.kept()
         if not self._waiting:
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_writer(self._fd)
             if self.closing:
                 self.abort()
                 return
@@ -162,8 +165,6 @@ class Stream:
 
 KEPT_BYTES_MAX = 24 << 20
 """Unfinished frames and unread replies of all connections together."""
-_BYTE_S = 5e-10
-"""Time that a byte of an unfinished frame costs its session: to receive and to keep it."""
 _GIVE_BACK_BYTES = 8 << 20
 _GIVE_BACK_S = 0.2
 _UNOPENED_MAX = 64
@@ -171,7 +172,7 @@ _BACKLOG = 128
 _TOKEN_BYTES_MAX = 256
 _REPLIES_WAITING_BYTES_MAX = 1 << 20
 _READ_BYTES = 64 * 1024
-_ACCEPTS_PER_TURN = 16
+_ACCEPTS_PER_TURN = 4
 _ACCEPT_PAUSE_S = 0.05
 _log = get_logger("kvhearth.calls")
 _troubles = LimitedLog(_log)
@@ -336,6 +337,7 @@ class _Connection(Stream):
         self._dispatcher = server.dispatcher
         self._calls: Mapping[int, tuple[str, int]] = {}
         self._buffer = bytearray()
+        self._read_began = 0.0
         self._token = ""
         self._session: Session | None = None
         self._in_line = False
@@ -354,13 +356,19 @@ class _Connection(Stream):
         if self._turn.queued:
             self._wait_for_turn()
         else:
-            super()._read()
+            self._read_in_turn()
+
+    def _read_in_turn(self) -> None:
+        self._read_began = time.perf_counter()
+        super()._read()
 
     def received(self, data: memoryview) -> None:
         """See ``Stream``."""
         if not self._answered_alone(data):
+            # To receive and to keep a part of a frame takes the session's time, as calls do.
             self._buffer += data
-            self._turn.left_s -= len(data) * _BYTE_S
+            self.kept()
+            self._turn.left_s -= time.perf_counter() - self._read_began
             self._work()
 
     def _answered_alone(self, data: memoryview) -> bool:
@@ -460,7 +468,7 @@ class _Connection(Stream):
         self._in_line = False
         self._work()
         if self._reading:
-            super()._read()  # what came meanwhile belongs to this turn
+            self._read_in_turn()  # what came meanwhile belongs to this turn
 
     def _may_answer(self) -> bool:
         """Return False while a call is under way, replies pile up, or nothing follows."""
