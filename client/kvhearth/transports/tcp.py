@@ -55,6 +55,10 @@ class Dialer:
         raw = socket.create_connection((self._url.host, self.port), _left_s(end))
         stream = raw
         try:
+            if raw.getsockname() == raw.getpeername():
+                # Nobody listens, and the kernel chose the very port for this end: it would keep a
+                # gateway from it.
+                raise ConnectionRefusedError("nobody listens")
             self._set_options(raw)
             if self._tls is not None:
                 raw.settimeout(_left_s(end))

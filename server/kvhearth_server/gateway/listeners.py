@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import socket
+import time
 from dataclasses import dataclass
 
 from kvhearth.errors import KVHearthError, Reason
 
 _BACKLOG = 256
 _PORT_MAX = 65535
+_TAKEN_S = 3.0
+_TAKEN_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
+        _bind(listener, host, port)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -53,6 +57,21 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         ) from None
     listener.setblocking(False)
     return listener
+
+
+def _bind(listener: socket.socket, host: str, port: int) -> None:
+    """Bind; wait a little for a port that is taken, most likely by the gateway of a daemon that was
+    killed a moment ago.
+    """
+    end = time.monotonic() + _TAKEN_S
+    while True:
+        try:
+            listener.bind((host, port))
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                raise
+            time.sleep(_TAKEN_PAUSE_S)
 
 
 def listen_all(host: str, port: int, processes: int) -> list[tuple[Place, list[socket.socket]]]:

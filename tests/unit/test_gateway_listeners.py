@@ -1,0 +1,49 @@
+"""A gateway's listening sockets: ports that are taken, for a moment or for good."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.transports.tcp import Dialer
+from kvhearth.url import RemoteUrl, parse_url
+from kvhearth.wire.remote import Purpose
+from kvhearth_server.gateway import listeners
+from kvhearth_server.gateway.listeners import listen
+
+HOST = "127.0.0.1"
+
+
+def test_a_port_that_a_dying_gateway_holds_is_waited_for() -> None:
+    before = listen(HOST, 0)
+    port = before.getsockname()[1]
+    timer = threading.Timer(0.2, before.close)
+    timer.start()
+    with listen(HOST, port) as after:
+        assert after.getsockname()[1] == port
+    timer.join()
+
+
+def test_a_port_that_stays_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "_TAKEN_S", 0.1)
+    with listen(HOST, 0) as before, pytest.raises(KVHearthError, match="give a free port") as info:
+        listen(HOST, before.getsockname()[1])
+    assert info.value.reason is Reason.SOCKET_UNUSABLE
+
+
+def test_a_connection_to_itself_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may choose the port that a client connects to for its own end."""
+    with socket.socket() as line:
+        line.bind((HOST, 0))
+        port = line.getsockname()[1]
+        line.connect((HOST, port))
+        assert line.getsockname() == line.getpeername()
+        monkeypatch.setattr(socket, "create_connection", lambda *_: line)
+        url = parse_url(f"kvhearth://{HOST}:{port}")
+        assert isinstance(url, RemoteUrl)
+        with pytest.raises(ConnectionRefusedError):
+            Dialer(url).connect(Purpose.CALLS, time.monotonic() + 5)
