@@ -176,7 +176,7 @@ def _slow(row: Row) -> frozenset[str]:
 
 
 def summary(rows: Iterable[Row], skipped: dict[str, str]) -> dict[str, Any]:
-    """Return the object that the verb prints."""
+    """Return the object that the verb prints; ``late`` are those of ``missed`` that are times."""
     done = list(rows)
     return {
         "attacks": len(done),
@@ -186,6 +186,9 @@ def summary(rows: Iterable[Row], skipped: dict[str, str]) -> dict[str, Any]:
         "wrong": sum(len(row.wrong) for row in done),
         "lost": sum(len(row.lost) for row in done),
         "missed": [f"{row.name}/{name}" for row in done for name in row.missed()],
+        "late": [
+            f"{row.name}/{name}" for row in done for name in row.missed() if name in _slow(row)
+        ],
         "skipped": skipped,
         "rows": {row.name: row.as_json() for row in done},
     }

@@ -26,7 +26,7 @@ from kvhearth_server.gateway.server import Gateway, Limits
 from kvhearth_server.observability import logs
 
 _PR_SET_PDEATHSIG = 1
-_SWITCH_S = 0.001
+_SWITCH_S = 0.0002
 _STACK_BYTES = 512 << 10
 _DESCRIPTORS = 8192
 """Two for each connection, and those of the daemon's side."""

@@ -130,6 +130,7 @@ class Gateway:
         self._unopened: dict[_Guest, None] = {}
         self._open = 0
         self._closing = False
+        self._attaching = threading.Lock()
         self._janitor = SupervisedThread("gateway-janitor", self._tidy)
         self._threads = [self._janitor]
 
@@ -293,7 +294,9 @@ class Gateway:
         if terms.port != port:
             stream.send([encode_frame(terms.to_message())], end)
             return None
-        session = self.sessions.open(identity, hello)
+        # One at a time: many would take the interpreter from those whose calls are relayed.
+        with self._attaching:
+            session = self.sessions.open(identity, hello)
         with contextlib.ExitStack() as undo:
             undo.callback(self.sessions.end, session, "no welcome")
             session.take_line(stream)
