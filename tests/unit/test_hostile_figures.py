@@ -103,6 +103,7 @@ def test_the_object() -> None:
         "wrong": 0,
         "lost": 1,
         "missed": ["y/p99", "y/lost", "y/rss"],
+        "late": ["y/p99"],
         "skipped": {"z": "why"},
     }
     assert rows["y"]["missed"] == ["p99", "lost", "rss"]
