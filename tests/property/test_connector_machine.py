@@ -147,6 +147,9 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.seen["stored for the sibling"] += self.world.sibling_stored
 
 
+_ROUNDS_MAX = 3
+
+
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
     with (
@@ -160,9 +163,13 @@ def engine() -> Iterator[ScriptedEngine]:
 
 def test_what_is_stored_was_written(engine: ScriptedEngine) -> None:
     machine = type("Machine", (ConnectorMachine,), {"engine": engine, "seen": Counter()})
-    run_state_machine_as_test(
-        machine, settings=settings(SETTINGS, max_examples=150, stateful_step_count=50)
-    )
+    kinds = ("sibling", "stored for the sibling", "ours", "preempted", "loaded at the end")
     seen = machine.seen
-    for kind in ("sibling", "stored for the sibling", "ours", "preempted", "loaded at the end"):
-        assert seen[kind], f"{kind}: never: {seen}"
+    # The choices of 150 examples resemble each other: a run in some hundred lacks a kind.
+    for _ in range(_ROUNDS_MAX):
+        run_state_machine_as_test(
+            machine, settings=settings(SETTINGS, max_examples=150, stateful_step_count=50)
+        )
+        if all(seen[kind] for kind in kinds):
+            return
+    pytest.fail(f"not every kind was there: {seen}")
