@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import select
 import socket
 import struct
 import time
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 
@@ -26,21 +24,11 @@ from kvhearth.wire.handshake import Hello, encode_frame
 from kvhearth.wire.remote import PREFACE, DataFrame, DataKind, Identify, Purpose, preface
 from kvhearth_lab.harness.engine import contract_of
 from kvhearth_lab.hostile.attack import NOBODY, SECOND_UID, Attack, Target
+from kvhearth_lab.hostile.attacks_general import GATEWAY, Idle, RandomBytes, knock
 
-_WAIT_S = 0.5
 _CALL_S = 10.0
 _BLOCKS = 8
 _DRIP_S = 0.2
-
-
-def dial(target: Target) -> socket.socket:
-    """Return a connection to the gateway.
-
-    Raises:
-        OSError: nobody accepts it in time.
-    """
-    host, _, port = target.gateway.rpartition(":")
-    return socket.create_connection((host, int(port)), _WAIT_S)
 
 
 def enter(target: Target, engine_id: str) -> Link:
@@ -61,7 +49,7 @@ def enter(target: Target, engine_id: str) -> Link:
 
 def data_line(target: Target, link: Link) -> socket.socket:
     """Return a connection for bytes of a session."""
-    line = dial(target)
+    line = knock(target, GATEWAY)
     line.settimeout(_CALL_S)
     token = link.welcome.token.encode()
     opening = DataFrame(DataKind.OPEN, 0, 0, len(token)).pack() + token
@@ -77,56 +65,34 @@ class Remote(Attack):
     settle_s = 25.0
 
 
-class RemoteRandom(Remote):
+class RemoteRandom(Remote, RandomBytes):
     """Random bytes, without a preface, after one, and after the token of no session."""
 
     name = "remote_random"
     help = "nobody sends random bytes to the gateway, for all purposes of a connection"
     who = NOBODY
-    pause_s = 0.001
+    door = GATEWAY
+    openings = (
+        b"",
+        *(preface(purpose) for purpose in Purpose),
+        PREFACE.pack(b"KVHG", 1, 99),
+        preface(Purpose.LIFE_LINE) + encode_frame(Identify().to_message()),
+        preface(Purpose.DATA) + DataFrame(DataKind.OPEN, 0, 0, 64).pack(),
+    )
 
-    def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
-        rng = random.Random(number)
-        openings = [b"", *(preface(purpose) for purpose in Purpose), PREFACE.pack(b"KVHG", 1, 99)]
-        openings.append(preface(Purpose.LIFE_LINE) + encode_frame(Identify().to_message()))
-        openings.append(preface(Purpose.DATA) + DataFrame(DataKind.OPEN, 0, 0, 64).pack())
-        while True:
-            with contextlib.suppress(OSError), dial(target) as line:
-                line.sendall(rng.choice(openings))
-                for _ in range(rng.randint(1, 3)):
-                    line.sendall(rng.randbytes(rng.choice((1, 8, 300, 9000, 60000))))
-                line.shutdown(socket.SHUT_WR)
-                line.recv(4096)
-            yield
+    def begin(self, rng: random.Random) -> bytes:
+        """See ``RandomBytes.begin``."""
+        return rng.choice(self.openings)
 
 
-class RemoteIdle(Remote):
+class RemoteIdle(Remote, Idle):
     """Many connections, silent or stopped within their first bytes; closed ones are replaced."""
 
     name = "remote_idle"
     help = "nobody holds 1,500 silent and half-open connections to the gateway"
     who = NOBODY
-    pause_s = 0.02
-    connections: ClassVar[int] = 1500
-    portion: ClassVar[int] = 50
-
-    def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
-        held: dict[int, socket.socket] = {}
-        closed = select.poll()
-        halves = (b"", b"KVH", preface(Purpose.LIFE_LINE) + struct.pack("<I", 1000) + b"{")
-        while True:
-            with contextlib.suppress(OSError):
-                for _ in range(min(self.portion, self.connections - len(held))):
-                    line = dial(target)
-                    held[line.fileno()] = line
-                    closed.register(line, select.POLLRDHUP)
-                    line.sendall(halves[len(held) % len(halves)])
-            for descriptor, _ in closed.poll(0):
-                closed.unregister(descriptor)
-                held.pop(descriptor).close()
-            yield
+    door = GATEWAY
+    half = preface(Purpose.LIFE_LINE) + struct.pack("<I", 1000) + b"{"
 
 
 class RemoteTokens(Remote):
@@ -148,7 +114,7 @@ class RemoteTokens(Remote):
                 preface(Purpose.LIFE_LINE) + encode_frame(Identify("", guess).to_message()),
                 preface(Purpose.CALLS) + frames.encode(frames.OPEN, 0, guess.encode(), 256),
             ]
-            with contextlib.suppress(OSError), dial(target) as line:
+            with contextlib.suppress(OSError), knock(target, GATEWAY) as line:
                 line.sendall(rng.choice(words))
                 line.recv(4096)
             yield

@@ -27,7 +27,7 @@ from kvhearth.wire.handshake import FRAME_BYTES_MAX, HEALTH_QUESTION, Hello, enc
 from kvhearth_lab.harness.engine import PAGES, Engine, contract_of, key_of
 from kvhearth_lab.hostile.attack import NOBODY, SECOND_UID, Attack, Target
 
-HTTP = "http"
+HTTP, GATEWAY = "http", "gateway"
 _WAIT_S = 0.5
 _ANSWER_S = 10.0
 _KEY_BYTES = 32
@@ -36,16 +36,20 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000
 
 
 def knock(target: Target, door: str) -> socket.socket:
-    """Return a connection to a socket of the daemon, or to ``HTTP``.
+    """Return a connection to a socket of the daemon, to ``HTTP`` or to ``GATEWAY``.
 
     Raises:
         OSError: nobody accepts it in time.
     """
-    line = socket.socket(socket.AF_INET if door == HTTP else socket.AF_UNIX)
+    places = {HTTP: target.http, GATEWAY: target.gateway}
+    line = socket.socket(socket.AF_INET if door in places else socket.AF_UNIX)
     line.settimeout(_WAIT_S)
     try:
-        place = target.http_address if door == HTTP else str(Path(target.socket_dir) / door)
-        line.connect(place)
+        if door in places:
+            host, _, port = places[door].rpartition(":")
+            line.connect((host, int(port)))
+        else:
+            line.connect(str(Path(target.socket_dir) / door))
     except OSError:
         line.close()
         raise
@@ -133,13 +137,17 @@ class RandomBytes(Attack):
         rng = random.Random(number)
         while True:
             with contextlib.suppress(OSError), knock(target, self.door) as line:
-                line.sendall(self.opening if rng.random() < 0.7 else b"")
+                line.sendall(self.begin(rng))
                 for _ in range(rng.randint(1, 4)):
                     line.sendall(self.words(rng))
                 if rng.random() < 0.5:
                     line.shutdown(socket.SHUT_WR)
                     line.recv(4096)
             yield
+
+    def begin(self, rng: random.Random) -> bytes:
+        """Return the first bytes of a connection."""
+        return self.opening if rng.random() < 0.7 else b""
 
     def words(self, rng: random.Random) -> bytes:
         """Return the next bytes of a connection."""
