@@ -29,19 +29,18 @@ from kvhearth.copiers.base import (
     CopyKind,
     Done,
     Ticket,
-    TicketBook,
     copy_failed,
-    deadline_of,
 )
-from kvhearth.copiers.batch import Batch, EncodedSizes, HeldArena, Sizes, as_arrays
+from kvhearth.copiers.batch import Batch, EncodedSizes, HeldArena, Sizes
 from kvhearth.copiers.descriptors import Descriptors, Portion
 from kvhearth.copiers.device import PIECE_BYTES, CopyDevice, Event, index_of
 from kvhearth.copiers.encoded import EncodedDescriptors
 from kvhearth.copiers.measure import measured_device
 from kvhearth.copiers.methods import AUTO, CopyMethod, choose, requested
+from kvhearth.copiers.queued import Job, QueuedCopier
 from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import I64, Bools, Records, checksum_of
+from kvhearth.model import Bools, checksum_of
 from kvhearth.page_layout import PagedKV
 from kvhearth.worker_thread import SupervisedThread
 
@@ -57,15 +56,6 @@ REFILL_S = 0.00025
 REGISTERED_LOOK_S = 0.05
 """Pause between two looks whether the arena is registered."""
 _IDLE_S = 10.0
-_JOIN_S = 0.5
-
-
-class _Job(NamedTuple):
-    ticket: Ticket
-    boot_id: str
-    pages: I64
-    extents: Records
-    mark: object
 
 
 class _UnderWay(NamedTuple):
@@ -90,7 +80,7 @@ class _Flight:
     checks: Iterator[tuple[int, bytes]] | None = None
 
 
-class CudaCopier:
+class CudaCopier(QueuedCopier):
     """The copier for tensors on a GPU; see ``base.Copier`` for its guarantees. Thread-safe.
 
     Only the copier's thread makes CUDA calls, except for the event that ``store`` and ``load``
@@ -153,96 +143,21 @@ class CudaCopier:
         self._registered = _Registered(self._device, self._arena, piece_bytes)
         self._verify_fraction = verify_fraction
         self._random = np.random.default_rng(seed)
-        self._book = TicketBook(queue_max)
+        super().__init__(queue_max)
         self._worker = SupervisedThread("kvhearth-copies", self._step, self._recover)
         self._changed = self._worker.changed
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[Job] = deque()
         self._flights: list[_Flight] = []
         self._worker.start()
 
-    def store(
-        self,
-        boot_id: str,
-        pages: I64,
-        extents: Records,
-        *,
-        wait_s: float = 0.0,
-        after: object = None,
-    ) -> Ticket | None:
-        """Queue a store; see ``base.Copier.store``."""
-        return self._submit(CopyKind.STORE, boot_id, pages, extents, wait_s, after)
-
-    def load(
-        self,
-        boot_id: str,
-        extents: Records,
-        pages: I64,
-        *,
-        wait_s: float = 0.0,
-        after: object = None,
-    ) -> Ticket | None:
-        """Queue a load; see ``base.Copier.load``."""
-        return self._submit(CopyKind.LOAD, boot_id, pages, extents, wait_s, after)
-
     def mark(self) -> object:
-        """Return a mark of the work on the calling thread's current stream, for ``after``.
-
-        Raises:
-            RuntimeError: the CUDA context is broken.
-        """
+        """See ``QueuedCopier.mark``."""
         return self._device.mark()
 
-    def poll(self) -> list[Done]:
-        """Return finished batches; see ``base.Copier.poll``."""
-        return [] if self._worker.foreign else self._book.claim_all()
-
-    def wait(self, ticket: Ticket, deadline_s: float) -> Done | None:
-        """Return one batch's outcome; see ``base.Copier.wait``."""
-        return None if self._worker.foreign else self._book.claim(ticket, deadline_s)
-
-    def drain(self, deadline_s: float) -> bool:
-        """Wait until nothing is under way; see ``base.Copier.drain``."""
-        return self._worker.foreign or self._book.wait_idle(deadline_s)
-
-    def close(self, deadline_s: float = 30.0) -> bool:
-        """Take no more batches and wait for the copies to end; see ``base.Copier.close``."""
-        if self._worker.foreign:
-            return True
-        until = deadline_of(deadline_s)
-        self._book.close()
-        if not self._book.wait_idle(deadline_s):
-            return False
-        return self._worker.stop(max(until - time.monotonic(), _JOIN_S))
-
-    def check_books(self) -> None:
-        """Raise AssertionError if a batch was lost."""
-        self._book.check_books()
-
-    def _submit(
-        self,
-        kind: CopyKind,
-        boot_id: str,
-        pages: I64,
-        extents: Records,
-        wait_s: float,
-        after: object,
-    ) -> Ticket | None:
-        if self._worker.foreign:
-            raise KVHearthError(Reason.CLOSED, "a forked child has no copier: make one there")
-        pages, extents = as_arrays(pages, extents)
-        ticket = self._book.open(kind, len(extents), wait_s)
-        if ticket is None:
-            return None
-        try:
-            mark = self._device.mark() if after is None else after
-        except RuntimeError:
-            _log_failure("cuda.broken", "the CUDA context is broken")
-            self._book.finish(copy_failed(ticket))
-            return ticket
+    def _take(self, job: Job) -> None:
         with self._changed:
-            self._jobs.append(_Job(ticket, boot_id, pages, extents, mark))
+            self._jobs.append(job)
             self._changed.notify_all()
-        return ticket
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -272,7 +187,7 @@ class CudaCopier:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._worker.stopping, self._pause_s())
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         started_s = time.perf_counter()
         try:
             batch = Batch(self._kv, self._arena, job.boot_id, job.pages, job.extents)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from logging import ERROR
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +24,13 @@ from kvhearth.copiers.base import (
     Copier,
     CopyKind,
     Done,
-    Ticket,
     TicketBook,
     copy_failed,
     deadline_of,
 )
-from kvhearth.copiers.batch import Batch, EncodedSizes, HeldArena, as_arrays
+from kvhearth.copiers.batch import Batch, EncodedSizes, HeldArena
 from kvhearth.copiers.host import HostCopier
+from kvhearth.copiers.queued import Job, QueuedCopier
 from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import (
@@ -39,7 +39,6 @@ from kvhearth.model import (
     FLAG_SUMMED,
     I64,
     U8,
-    Records,
     RunningChecksum,
     checksum_of,
 )
@@ -56,7 +55,7 @@ of the client per GB stored: 0.28 s in place of 0.43 s for runs of 64 KiB, 0.42 
 8 KiB; for 4 KiB the list of runs costs more than the copy.
 """
 _INNER_WAIT_S = 1.0
-_JOIN_S = 0.5
+_INNER_END_S = 0.5
 _OK = int(Outcome.OK)
 _FAILURES: dict[int, BlockFailure] = {
     Outcome.STALE_GENERATION: BlockFailure.STALE_GENERATION,
@@ -69,15 +68,7 @@ InnerFactory = Callable[[ArenaView], Copier]
 """Makes the copier between pages and staging memory."""
 
 
-class _Job(NamedTuple):
-    ticket: Ticket
-    boot_id: str
-    pages: I64
-    extents: Records
-    mark: object
-
-
-class RemoteCopier:
+class RemoteCopier(QueuedCopier):
     """The copier into an arena on another host; see ``base.Copier`` for its guarantees.
 
     The gateway compares generations before and after it moves a block's bytes, and the checksum of
@@ -139,90 +130,28 @@ class RemoteCopier:
         self._portion_blocks = min(
             max(1, portion_bytes // self._sizes.page_bytes), REQUEST_RECORDS_MAX
         )
-        self._book = TicketBook(queue_max)
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        super().__init__(queue_max)
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker = SupervisedThread(
             "kvhearth-remote", self._step, wake=lambda: self._queue.put(None)
         )
         self._worker.start()
 
-    def store(
-        self,
-        boot_id: str,
-        pages: I64,
-        extents: Records,
-        *,
-        wait_s: float = 0.0,
-        after: object = None,
-    ) -> Ticket | None:
-        """Queue a store; see ``base.Copier.store``."""
-        return self._submit(CopyKind.STORE, boot_id, pages, extents, wait_s, after)
-
-    def load(
-        self,
-        boot_id: str,
-        extents: Records,
-        pages: I64,
-        *,
-        wait_s: float = 0.0,
-        after: object = None,
-    ) -> Ticket | None:
-        """Queue a load; see ``base.Copier.load``."""
-        return self._submit(CopyKind.LOAD, boot_id, pages, extents, wait_s, after)
-
-    def poll(self) -> list[Done]:
-        """Return finished batches; see ``base.Copier.poll``."""
-        if self._worker.foreign:
-            return []
-        # Batches on several connections may overtake each other.
-        return sorted(self._book.claim_all(), key=lambda done: done.ticket.number)
-
-    def wait(self, ticket: Ticket, deadline_s: float) -> Done | None:
-        """Return one batch's outcome; see ``base.Copier.wait``."""
-        return None if self._worker.foreign else self._book.claim(ticket, deadline_s)
-
-    def drain(self, deadline_s: float) -> bool:
-        """Wait until nothing is under way; see ``base.Copier.drain``."""
-        return self._worker.foreign or self._book.wait_idle(deadline_s)
+    def mark(self) -> object:
+        """See ``QueuedCopier.mark``."""
+        return self._way.mark()
 
     def close(self, deadline_s: float = 30.0) -> bool:
-        """Finish the queued batches and end the threads; see ``base.Copier.close``."""
+        """See ``QueuedCopier.close``; ends the inner copier, too."""
+        until = deadline_of(deadline_s)
+        if not super().close(deadline_s):
+            return False
         if self._worker.foreign:
             return True
-        until = deadline_of(deadline_s)
-        self._book.close()
-        if not self._book.wait_idle(deadline_s):
-            return False
-        left_s = max(until - time.monotonic(), _JOIN_S)
-        return self._worker.stop(left_s) and (self._inner is None or self._inner.close(left_s))
+        return self._inner is None or self._inner.close(max(until - time.monotonic(), _INNER_END_S))
 
-    def check_books(self) -> None:
-        """Raise AssertionError if a batch was lost."""
-        self._book.check_books()
-
-    def _submit(
-        self,
-        kind: CopyKind,
-        boot_id: str,
-        pages: I64,
-        extents: Records,
-        wait_s: float,
-        after: object,
-    ) -> Ticket | None:
-        if self._worker.foreign:
-            raise KVHearthError(Reason.CLOSED, "a forked child has no copier: make one there")
-        pages, extents = as_arrays(pages, extents)
-        ticket = self._book.open(kind, len(extents), wait_s)
-        if ticket is None:
-            return None
-        try:
-            mark = self._way.mark() if after is None else after
-        except RuntimeError:
-            log_event(ERROR, "cuda.broken", "the CUDA context is broken", trace=True)
-            self._book.finish(copy_failed(ticket))
-            return ticket
-        self._queue.put(_Job(ticket, boot_id, pages, extents, mark))
-        return ticket
+    def _take(self, job: Job) -> None:
+        self._queue.put(job)
 
     def _step(self) -> None:
         if (job := self._queue.get()) is None:
@@ -233,7 +162,7 @@ class RemoteCopier:
             log_event(ERROR, "copy.failed", "a batch failed", trace=True, blocks=job.ticket.count)
             self._book.finish(copy_failed(job.ticket))
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         started_s = time.perf_counter()
         batch = _RemoteBatch(self._sizes, self._bounds, job.boot_id, job.pages, job.extents)
         expected: dict[int, bytes] = {}
@@ -280,7 +209,7 @@ class _Flight:
 
     def __init__(
         self,
-        job: _Job,
+        job: Job,
         batch: Batch,
         expected: dict[int, bytes],
         checksums: U8 | None,
