@@ -139,6 +139,7 @@ def test_leases(run: Run, engine: Engine) -> None:
     assert asked(run, "leases")["groups"] == []
     first = engine.client.lookup({0: KEYS[:2]})
     second = engine.client.lookup({0: KEYS[:4]})
+    until(lambda: sum(g["leases"] for g in asked(run, "leases")["groups"]) == 2, "both arrive")
     (held,) = asked(run, "leases")["groups"]
     assert (held["engine_id"], held["namespace"]) == ("e[red]1", DIGEST)
     assert (held["leases"], held["slots"], held["bytes"]) == (2, 12, 12 * PAGE_BYTES)

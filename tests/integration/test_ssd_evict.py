@@ -148,6 +148,7 @@ def test_what_is_leased_stays_in_memory(daemon: Daemon, verb: Verb) -> None:
     with engine_of(daemon.url(), CONTRACT) as engine:
         keys = stored(daemon, engine)
         held = engine.client.lookup({0: keys[:4]})
+        until(lambda: daemon.stats().leases, "the lease arrives")
         assert removed(verb, DIGEST, "--keep", "0") == (BLOCKS - 4, BLOCKS)
         assert found(engine, keys) == (4, 4)
         engine.client.release(held.lease)
