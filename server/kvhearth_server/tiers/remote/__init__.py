@@ -1,0 +1,1 @@
+"""Remote tier: blocks on an engine that several daemons share."""
