@@ -344,7 +344,7 @@ def _spawn(
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:
         degraded = DegradedLog(engine.tiering.tier.problems)
-        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded, engine.turns))
     if engine.durable:
         supervisor.spawn("catalogue", engine.catalogue.run)
 
