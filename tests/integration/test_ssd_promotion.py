@@ -81,7 +81,7 @@ def test_a_prefetch_of_several_portions_brings_all(daemon: Daemon, engine: Cache
     keys = copy_state(engine, daemon)[: PREFETCHED_PER_TURN_MAX + 40]
     before = daemon.counters()["promoted_blocks"]
     space = namespace_digest("default", engine.client.contract).hex()
-    request = admin_pb2.EvictRequest(namespace=space, keep_bytes=0)
+    request = admin_pb2.EvictRequest(namespace=space, tier=admin_pb2.EVICT_TIER_MEMORY)
     daemon.admin(lambda stub, token: stub.Evict(request, metadata=token, timeout=20))
     found = engine.client.prefetch({0: keys})
     assert found.groups[0].present.all()
