@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -38,8 +38,10 @@ from kvhearth_server.core.actions import (
 )
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
+from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.epoch_store import EpochStore
+from kvhearth_server.engine.namespace_series import NamespaceSeries
 from kvhearth_server.engine.recovery import (
     CatalogueWriter,
     catalogue_content,
@@ -54,7 +56,7 @@ from kvhearth_server.engine.turns import Turns
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.memory.shared_index import SharedIndex, open_shared_index
-from kvhearth_server.observability.counters import Counters, Reported
+from kvhearth_server.observability.counters import FALLBACK, Counters, Reported
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram, TickClock
 from kvhearth_server.tiers.base import Tier
@@ -145,6 +147,7 @@ class Engine:
         self.to_verify: deque[tuple[I64, U32]] = deque()
         self.work = asyncio.Event()
         """Set when ``to_sum`` has got more."""
+        self.namespace_series = NamespaceSeries()
         self.adopted_blocks = 0
         self.scrub_progress: dict[str, float] = {}
         """Fraction of the current round that the scrub has read, 0 to 1, by tier."""
@@ -214,6 +217,20 @@ class Engine:
             KVHearthError: ``unknown_token``.
         """
         return self.sessions.authenticate(token, self.boot_id)
+
+    def heard(self, number: int, namespace: Namespace, counters: Mapping[str, int]) -> None:
+        """Note a heartbeat of a session with its client's counters; the caller bounds them."""
+        session = self.sessions.find(number)
+        if session is not None:
+            session.heard_at = self.now()
+        traffic = namespace.traffic
+        for name, rise in self.reported.note(number, namespace.tenant, counters).items():
+            if name.startswith(FALLBACK):
+                traffic.fallbacks += rise
+            elif name == "asked_tokens":
+                traffic.asked_tokens += rise
+            elif name == "hit_tokens":
+                traffic.hit_tokens += rise
 
     def drain(self) -> None:
         """Refuse new stores and sessions from now on."""
@@ -293,6 +310,7 @@ class Engine:
                 self.boot_id,
                 keys_max=self.keys_max(contract),
                 identity=hello.identity,
+                heard_at=self.now(),
             )
             self.sessions.add(session)
             if hello.previous_boot == self.boot_id:
