@@ -423,6 +423,15 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
 """The table of checks. A check yields one finding or more."""
 
 
+def worse_than_ok(settings: Settings) -> list[dict[str, str]]:
+    """Return the findings about this machine that are not ok, while a daemon serves with these
+    settings: each has ``check``, ``grade``, ``found`` and ``fix``.
+    """
+    look = Look(Machine(), settings, _temporary())
+    found = [each for check in CHECKS if check is not directories for each in check(look)]
+    return [dataclasses.asdict(each) for each in found if each.grade is not Grade.OK]
+
+
 EPILOG = "Example: kvhearth doctor --memory 64GiB --arena-dir /dev/hugepages/kvhearth"
 _COLOURS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}
 

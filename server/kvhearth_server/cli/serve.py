@@ -152,4 +152,9 @@ def serve(context: typer.Context, config: Path | None = None, **flags: object) -
     def again() -> Settings:
         return load_settings(given(flags), config)
 
-    raise typer.Exit(daemon.run(settings, kinds=context.obj, again=again))
+    def examine() -> list[dict[str, str]]:
+        from kvhearth_server.cli import doctor
+
+        return doctor.worse_than_ok(settings)
+
+    raise typer.Exit(daemon.run(settings, kinds=context.obj, again=again, examine=examine))

@@ -53,6 +53,7 @@ from kvhearth_server.engine.recovery import (
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.engine.turns import Turns
+from kvhearth_server.engine.watch import Watch
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.memory.shared_index import SharedIndex, open_shared_index
@@ -167,6 +168,7 @@ class Engine:
             self.tiering = Tiering(self.core, self.tiers, self.lineage, self.call, now)
             self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
+        self.watch = Watch(self)
         self.write_catalogue()
 
     def share_index(self) -> None:
