@@ -162,7 +162,13 @@ class Guide:
         examine: returns the findings; called on a thread.
     """
 
-    def __init__(self, settings: Settings, examine: Callable[[], list[dict[str, str]]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        examine: Callable[[], list[dict[str, str]]],
+    ) -> None:
+        self._engine = engine
         self._settings = settings
         self._examine = examine
         self._turn = asyncio.Lock()
@@ -174,10 +180,17 @@ class Guide:
         async with self._turn:
             if self._advice is None or time.monotonic() - self._at > _EXAMINED_FOR_S:
                 found = await asyncio.to_thread(self._examine)
-                lines = [AdviceLine(**each) for each in found]
+                lines = [AdviceLine(**each) for each in found if self._matters(each["check"])]
                 self._advice = Advice(lines, connections(self._settings))
                 self._at = time.monotonic()
         return self._advice
+
+    def _matters(self, check: str) -> bool:
+        """Whether a finding says something about this run, which may have all huge pages that it
+        wants: those are not free for another one.
+        """
+        huge = all(each.huge_bytes >= each.bytes for each in self._engine.arena.segments)
+        return not (huge and check.startswith(("hugepages", "thp")))
 
 
 def connections(settings: Settings) -> list[Connect]:

@@ -520,7 +520,7 @@ def make_app(
     app.include_router(state_routes(engine, tokens))
     app.include_router(admin_routes(engine, settings, tokens))
     app.include_router(page_routes())
-    app.include_router(live_routes(Stream(engine), Guide(settings, examine), tokens.sums))
+    app.include_router(live_routes(Stream(engine), Guide(engine, settings, examine), tokens.sums))
     app.add_middleware(
         Bounds, engine=engine, any_host=settings.http_insecure or settings.http_routable
     )
