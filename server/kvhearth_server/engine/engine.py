@@ -41,7 +41,6 @@ from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.epoch_store import EpochStore
-from kvhearth_server.engine.namespace_series import NamespaceSeries
 from kvhearth_server.engine.recovery import (
     CatalogueWriter,
     catalogue_content,
@@ -102,6 +101,8 @@ class Engine:
 
     shared_index: SharedIndex | None = None
     """Index that clients map; see ``share_index``."""
+    adopted_blocks = 0
+    """Blocks that were taken over from an earlier run."""
     describe_gateway: Callable[[], str] | None = None
     """Returns the state of this daemon's gateway, if it has one."""
 
@@ -148,8 +149,6 @@ class Engine:
         self.to_verify: deque[tuple[I64, U32]] = deque()
         self.work = asyncio.Event()
         """Set when ``to_sum`` has got more."""
-        self.namespace_series = NamespaceSeries()
-        self.adopted_blocks = 0
         self.scrub_progress: dict[str, float] = {}
         """Fraction of the current round that the scrub has read, 0 to 1, by tier."""
         self.doors_shut: dict[str, str] = {}

@@ -287,7 +287,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         draining=engine.draining,
         doors_shut=len(engine.doors_shut),
         segments=_segments(engine),
-        namespaces=engine.namespace_series.look(state.namespaces),
+        namespaces=engine.watch.namespaces.look(state.namespaces),
         namespace_count=len(state.namespaces),
         blocks=len(state.index),
         leases=sum(len(group.leases) for group in groups),

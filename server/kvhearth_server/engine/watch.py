@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvhearth_server.engine.namespace_series import NamespaceSeries
+
 if TYPE_CHECKING:
     from kvhearth_server.engine.engine import Engine
 
@@ -98,6 +100,7 @@ class Watch:
         self._wall = wall
         self.samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self.namespaces = NamespaceSeries()
         self._number = 0
         self._counts = engine.counters.values()
         self._quarantined = dict[int, int]()
