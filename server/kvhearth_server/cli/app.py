@@ -79,7 +79,18 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import admin, config, doctor, gateway, serve, show, stats, tokens
+    from kvhearth_server.cli import (
+        admin,
+        config,
+        doctor,
+        gateway,
+        panels,
+        serve,
+        show,
+        stats,
+        tokens,
+        top,
+    )
 
     app = typer.Typer(
         name="kvhearth",
@@ -90,7 +101,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(show.option)
-    app.command("serve", epilog=serve.EPILOG)(serve.serve)
+    app.command("serve", cls=panels.PanelCommand, epilog=serve.EPILOG)(serve.serve)
     app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
     settings = typer.Typer(
         help="Show, sample or check settings.", epilog=CONFIG_EPILOG, no_args_is_help=True
@@ -108,10 +119,11 @@ def build() -> typer.Typer:
     identities.command("new", epilog=tokens.NEW_EPILOG)(tokens.new)
     identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
     app.add_typer(identities, name="token")
-    app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+    app.command("doctor", cls=panels.PanelCommand, epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
-    app.command("top", epilog=stats.TOP_EPILOG)(stats.top)
+    app.command("top", epilog=top.TOP_EPILOG)(top.top)
+    app.command("events", epilog=top.EVENTS_EPILOG)(top.events)
     app.command("ls", epilog=show.LS_EPILOG)(show.ls)
     app.command("sessions", epilog=show.SESSIONS_EPILOG)(show.sessions)
     app.command("leases", epilog=show.LEASES_EPILOG)(show.leases)
