@@ -79,7 +79,17 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import admin, config, doctor, gateway, serve, show, stats, tokens
+    from kvhearth_server.cli import (
+        admin,
+        config,
+        doctor,
+        gateway,
+        mrc,
+        serve,
+        show,
+        stats,
+        tokens,
+    )
 
     app = typer.Typer(
         name="kvhearth",
@@ -112,6 +122,7 @@ def build() -> typer.Typer:
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
     app.command("top", epilog=stats.TOP_EPILOG)(stats.top)
+    app.command("mrc", epilog=mrc.EPILOG)(mrc.mrc)
     app.command("ls", epilog=show.LS_EPILOG)(show.ls)
     app.command("sessions", epilog=show.SESSIONS_EPILOG)(show.sessions)
     app.command("leases", epilog=show.LEASES_EPILOG)(show.leases)

@@ -35,22 +35,22 @@ _LEFT = 7 / 8
 _EARLIER = np.tri(CHUNK, k=-1, dtype=np.bool_)
 
 
-class Use(NamedTuple):
-    """Use of some blocks of one KV group, in chain order.
+class Kind(NamedTuple):
+    """Kind of a use.
 
     Attributes:
         space: number that tells namespaces, groups and epochs apart.
         row: row of the hit ratios that a lookup counts in; -1 for a store, which counts in none.
-        blob: keys side by side.
-        key_bytes: bytes of each key, at least 8.
         block_bytes: memory that a block takes.
     """
 
     space: int
     row: int
-    blob: bytes
-    key_bytes: int
     block_bytes: int
+
+
+Use = tuple[Kind, bytes]
+"""Use of some blocks of one KV group: its kind, and the keys side by side in chain order."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class ReuseSampler:
     ) -> None:
         self.sample_max = max(sample_max, 2 * CHUNK)
         self.limit_bytes = limit_bytes
-        self._by = np.uint64((seed ^ 0x9E3779B97F4A7C15) & _WHOLE - 1 | 1)
+        self._by = np.uint64((2 * seed ^ 0x9E3779B97F4A7C15) & _WHOLE - 1 | 1)
         self._threshold = _WHOLE
         self.references = 0
         """Sampled references so far."""
@@ -107,43 +107,49 @@ class ReuseSampler:
         """Part of all keys that is sampled, 0 to 1."""
         return self._threshold / _WHOLE
 
-    def sample(self, uses: Sequence[Use]) -> list[Sampled]:
-        """Count the uses, and return the references of sampled keys in portions for ``add``."""
-        found = []
-        begin = 0
-        for end in range(1, len(uses) + 1):
-            if end == len(uses) or uses[end].key_bytes != uses[begin].key_bytes:
-                found += self._sample(uses[begin:end])
-                begin = end
-        return found
+    def sample(self, uses: Sequence[Use], key_bytes: int) -> list[Sampled]:
+        """Count the uses, and return the references of sampled keys in portions for ``add``.
 
-    def _sample(self, uses: Sequence[Use]) -> list[Sampled]:
-        """Sample uses whose keys have one length."""
-        size = uses[0].key_bytes
+        Args:
+            uses: oldest first, at least one.
+            key_bytes: bytes of each key of all uses, at least 8.
+        """
         # From the last use's root back to the first one's: read from its end, each chain's leaf
         # comes first.
-        blob = uses[0].blob if len(uses) == 1 else b"".join([use.blob for use in reversed(uses)])
-        hashes = _hashes(blob, size, self._by)
-        counts = np.array([len(use.blob) for use in uses], np.int64) // size
-        for use, count in zip(uses, counts.tolist(), strict=True):
-            if use.row >= 0:
-                self.asked[use.row] += count
+        blob = b"".join([blob for _, blob in reversed(uses)])
+        self._count(uses, len(blob), key_bytes)
+        hashes = _hashes(blob, key_bytes, self._by)
         if self._threshold < _WHOLE:
             places = np.flatnonzero(hashes < np.uint64(self._threshold))[::-1]
         else:
             places = np.arange(len(hashes))[::-1]
         if not len(places):
             return []
-        which = np.searchsorted(np.cumsum(counts), len(hashes) - 1 - places, side="right")
+        ends = np.cumsum(np.array([len(blob) for _, blob in uses], np.int64))
+        at = (len(hashes) - 1 - places) * key_bytes
+        kinds = [uses[use][0] for use in np.searchsorted(ends, at, side="right").tolist()]
         hashes = hashes[places]
-        spaces = np.array([use.space & _WHOLE - 1 for use in uses], np.uint64)
         whole = Sampled(
             hashes,
-            hashes ^ spaces[which],
-            np.array([use.row for use in uses], np.int64)[which],
-            np.array([use.block_bytes for use in uses], np.float64)[which],
+            hashes ^ np.array([kind.space & _WHOLE - 1 for kind in kinds], np.uint64),
+            np.array([kind.row for kind in kinds], np.int64),
+            np.array([kind.block_bytes for kind in kinds], np.float64),
         )
-        return [_part(whole, at, at + CHUNK) for at in range(0, len(places), CHUNK)]
+        return [_part(whole, at, at + CHUNK) for at in range(0, len(whole), CHUNK)]
+
+    def _count(self, uses: Sequence[Use], size: int, key_bytes: int) -> None:
+        rows = {kind.row for kind, _ in uses}
+        if len(rows) == 1:
+            (row,) = rows
+            if row >= 0:
+                self.asked[row] += size // key_bytes
+            return
+        sums = dict.fromkeys(rows, 0)
+        for kind, blob in uses:
+            sums[kind.row] += len(blob)
+        for row, total in sums.items():
+            if row >= 0:
+                self.asked[row] += total // key_bytes
 
     def add(self, some: Sampled) -> None:
         """Add up to ``CHUNK`` references that ``sample`` returned."""
@@ -166,6 +172,7 @@ class ReuseSampler:
         self._live[again] = False
         self._end = end
         if len(self._last) > self.sample_max:
+            self._compact()
             self.lower_rate(int(_LEFT * self.sample_max))
         elif self._end + CHUNK > len(self._live):
             self._compact()
@@ -209,7 +216,7 @@ class ReuseSampler:
         hashes = self._line_hashes[: self._end][self._live[: self._end]]
         if len(hashes) > keys_max:
             self._threshold = max(1, int(np.partition(hashes, keys_max)[keys_max]))
-        self._compact()
+            self._compact()
 
     def _compact(self) -> None:
         """Keep the last references of keys that are still sampled and not too old."""
@@ -230,8 +237,9 @@ class ReuseSampler:
 
     def decay(self, factor: float) -> None:
         """Multiply all counts, so that older lookups count less."""
-        for counts in (self.asked, self._new, self._hist):
-            counts *= factor
+        self.asked *= factor
+        self._new *= factor
+        self._hist *= factor
 
     def clear(self, row: int) -> None:
         """Forget the counts of a row."""

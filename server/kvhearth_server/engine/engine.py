@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -39,6 +40,7 @@ from kvhearth_server.core.actions import (
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.state import Limits, require
+from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.epoch_store import EpochStore
 from kvhearth_server.engine.recovery import (
     CatalogueWriter,
@@ -165,6 +167,11 @@ class Engine:
             self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
         self.write_catalogue()
+
+    @cached_property
+    def accesses(self) -> Accesses:
+        """Takes down lookups and stores; for nobody unless the start sets another one."""
+        return Accesses(self)
 
     def share_index(self) -> None:
         """Write the index into memory that clients map, from now on. Logs why if that cannot be."""

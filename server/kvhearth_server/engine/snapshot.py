@@ -14,6 +14,7 @@ from kvhearth.version import __version__
 from kvhearth_server.core.check_books import BooksError
 from kvhearth_server.core.shares import Share
 from kvhearth_server.core.state import require
+from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.observability.timings import CallTimings, Histogram
 from kvhearth_server.tiers.base import TierFigures
@@ -238,6 +239,7 @@ class Snapshot:
     timings: CallTimings
     eviction_ages: Histogram
     shares: Sequence[ShareNow] = ()
+    curves: Sequence[Curve] = ()
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
@@ -276,6 +278,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         timings=engine.timings,
         eviction_ages=engine.eviction_ages,
         shares=take_shares(engine),
+        curves=engine.accesses.curves(),
     )
 
 

@@ -23,6 +23,7 @@ from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.core.inspection import held_by_groups
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as admin_work
+from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session as SessionRecord
 from kvhearth_server.engine.snapshot import (
@@ -186,6 +187,9 @@ class Stats:
     counters: dict[str, int]
     client_counters: Annotated[dict[str, int], Field(description="What clients told, summed.")]
     shares: Annotated[list[ShareNow], Field(description="Tenants' parts of what is bounded.")]
+    curves: Annotated[
+        list[Curve], Field(description="Hit ratios that other capacities would have.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -349,6 +353,7 @@ def stats(engine: Engine) -> Stats:
         counters=engine.counters.snapshot(),
         client_counters=dict(now.reported),
         shares=list(now.shares),
+        curves=list(now.curves),
     )
 
 

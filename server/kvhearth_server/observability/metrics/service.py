@@ -280,7 +280,17 @@ SERVICE: tuple[Metric, ...] = (
         usual={
             *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "gateway"),
             *("grpc_door", "http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
-            *("lag", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
+            *(
+                "accesses",
+                "lag",
+                "scrub_ssd",
+                "sum",
+                "tiering",
+                "trim",
+                "verify",
+                "watch",
+                "watchdog",
+            ),
         },
     ),
     Metric(
