@@ -51,6 +51,9 @@ VERBS_GROUP = "kvhearth.verbs"
 """Entry points that add a verb to the command: functions of the ``typer.Typer``."""
 LAB_VERBS = ("bench", "hostile", "torture")
 """Verbs of the distribution ``kvhearth-lab``."""
+TRACE_VERBS_GROUP = "kvhearth.trace_verbs"
+"""Entry points that add a verb to ``kvhearth trace``."""
+LAB_TRACE_VERBS = ("replay",)
 
 SERVER_EXTRA = frozenset(
     {
@@ -89,6 +92,7 @@ def build() -> typer.Typer:
         show,
         stats,
         tokens,
+        trace,
     )
 
     app = typer.Typer(
@@ -118,6 +122,15 @@ def build() -> typer.Typer:
     identities.command("new", epilog=tokens.NEW_EPILOG)(tokens.new)
     identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
     app.add_typer(identities, name="token")
+    traces = typer.Typer(
+        help="Record what engines ask for; replay and simulate it.",
+        epilog=trace.EPILOG,
+        no_args_is_help=True,
+    )
+    traces.command("record", epilog=trace.RECORD_EPILOG)(trace.record)
+    traces.command("simulate", epilog=trace.SIMULATE_EPILOG)(trace.simulated)
+    _add_verbs(traces, TRACE_VERBS_GROUP, LAB_TRACE_VERBS, "trace ")
+    app.add_typer(traces, name="trace")
     app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
@@ -130,29 +143,35 @@ def build() -> typer.Typer:
     app.command("evict", epilog=admin.EVICT_EPILOG)(admin.evict)
     app.command("forget", epilog=admin.FORGET_EPILOG)(admin.forget)
     app.command("drain", epilog=admin.DRAIN_EPILOG)(admin.drain)
-    _add_verbs(app)
+    _add_verbs(app, VERBS_GROUP, LAB_VERBS)
     app.command("version", epilog=show.VERSION_EPILOG)(show.version)
     return app
 
 
-def _add_verbs(app: typer.Typer) -> None:
-    """Add the verbs of other distributions; a missing one of the lab's says what to install."""
+def _add_verbs(app: typer.Typer, group: str, usual: Sequence[str], before: str = "") -> None:
+    """Add the verbs of other distributions; a missing one of the lab's says what to install.
+
+    Args:
+        group: entry points of the verbs.
+        usual: names of the lab's.
+        before: words of the command before the verbs.
+    """
     from importlib import metadata
 
-    found = {each.name: each for each in metadata.entry_points(group=VERBS_GROUP)}
-    for name in sorted({*found, *LAB_VERBS}):
+    found = {each.name: each for each in metadata.entry_points(group=group)}
+    for name in sorted({*found, *usual}):
         if name in found:
             found[name].load()(app)
         else:
-            _add_missing(app, name)
+            _add_missing(app, name, before)
 
 
-def _add_missing(app: typer.Typer, name: str) -> None:
+def _add_missing(app: typer.Typer, name: str, before: str) -> None:
     """Add a hidden verb that takes any words and says what to install."""
     from kvhearth.errors import KVHearthError, Reason
 
     def missing() -> None:
-        message = f"kvhearth {name} needs the lab: pip install 'kvhearth[lab]'"
+        message = f"kvhearth {before}{name} needs the lab: pip install 'kvhearth[lab]'"
         raise KVHearthError(Reason.CONFIG_INVALID, message)
 
     loose = {"ignore_unknown_options": True, "allow_extra_args": True}
