@@ -15,7 +15,7 @@ from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.keys import split_keys
 from kvhearth.model import U8
-from kvhearth_server.trace.format import HASH_BYTES, Trace, TraceSpace, key_blob
+from kvhearth_server.traces.format import HASH_BYTES, Trace, TraceSpace, key_blob
 
 KEY_BYTES = 32
 PAGES_BYTES_MAX = 256 << 20

@@ -18,7 +18,7 @@ from support.ssd_kit import new_keys
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app
-from kvhearth_server.trace.format import TraceSpace, TraceWriter, read_trace
+from kvhearth_server.traces.format import TraceSpace, TraceWriter, read_trace
 
 PAGE = 64 << 10
 BLOCKS = (16 << 20) // PAGE

@@ -15,7 +15,7 @@ from support.core_kit import refused
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli import app
-from kvhearth_server.trace.format import (
+from kvhearth_server.traces.format import (
     CHUNK_HEAD,
     HEAD,
     Trace,
@@ -24,7 +24,7 @@ from kvhearth_server.trace.format import (
     key_blob,
     read_trace,
 )
-from kvhearth_server.trace.simulate import POLICIES, Miniature, sample_rate, simulate
+from kvhearth_server.traces.simulate import POLICIES, Miniature, sample_rate, simulate
 
 BLOCK = 64 << 10
 SPACE = TraceSpace("ab" * 32, "t", 1, 0, BLOCK, {"model": "m", "hash_bytes": 32})
@@ -234,7 +234,7 @@ def test_a_miniature_has_the_hit_ratio_of_the_whole(tmp_path: Path) -> None:
 def test_the_rate_bounds_the_work() -> None:
     columns = {
         "facts": {},
-        "spaces": {},
+        "spaces": {0: SPACE},
         "use_spaces": np.zeros(10, np.int64),
         "at_us": np.zeros(10, np.int64),
         "lost_keys": 0,
@@ -248,8 +248,9 @@ def test_the_rate_bounds_the_work() -> None:
         hashes=np.zeros(1_000_000, np.uint64),
         **columns,
     )
-    assert sample_rate(trace, 100_000) == pytest.approx(0.01)
-    assert sample_rate(trace, 10_000_000) == 1
+    assert sample_rate(trace, 1_000_000 * BLOCK) == pytest.approx(0.025)
+    assert sample_rate(trace, 2560 * BLOCK) == pytest.approx(0.1)
+    assert sample_rate(trace, 100 * BLOCK) == 1
 
 
 def test_several_block_sizes_share_the_memory(tmp_path: Path) -> None:

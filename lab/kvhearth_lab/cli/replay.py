@@ -48,7 +48,7 @@ def replay(
     """
     from kvhearth_lab.replay import Replayed
     from kvhearth_lab.replay import replay as run
-    from kvhearth_server.trace.format import read_trace
+    from kvhearth_server.traces.format import read_trace
 
     try:
         block = parse_size(page_bytes) if page_bytes else 0

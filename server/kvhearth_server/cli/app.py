@@ -92,7 +92,6 @@ def build() -> typer.Typer:
         show,
         stats,
         tokens,
-        trace,
     )
 
     app = typer.Typer(
@@ -122,15 +121,7 @@ def build() -> typer.Typer:
     identities.command("new", epilog=tokens.NEW_EPILOG)(tokens.new)
     identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
     app.add_typer(identities, name="token")
-    traces = typer.Typer(
-        help="Record what engines ask for; replay and simulate it.",
-        epilog=trace.EPILOG,
-        no_args_is_help=True,
-    )
-    traces.command("record", epilog=trace.RECORD_EPILOG)(trace.record)
-    traces.command("simulate", epilog=trace.SIMULATE_EPILOG)(trace.simulated)
-    _add_verbs(traces, TRACE_VERBS_GROUP, LAB_TRACE_VERBS, "trace ")
-    app.add_typer(traces, name="trace")
+    _add_traces(app)
     app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
@@ -146,6 +137,23 @@ def build() -> typer.Typer:
     _add_verbs(app, VERBS_GROUP, LAB_VERBS)
     app.command("version", epilog=show.VERSION_EPILOG)(show.version)
     return app
+
+
+def _add_traces(app: typer.Typer) -> None:
+    """Add ``kvhearth trace`` with its verbs."""
+    import typer
+
+    from kvhearth_server.cli import traces
+
+    group = typer.Typer(
+        help="Record what engines ask for; replay and simulate it.",
+        epilog=traces.EPILOG,
+        no_args_is_help=True,
+    )
+    group.command("record", epilog=traces.RECORD_EPILOG)(traces.record)
+    group.command("simulate", epilog=traces.SIMULATE_EPILOG)(traces.simulated)
+    _add_verbs(group, TRACE_VERBS_GROUP, LAB_TRACE_VERBS, "trace ")
+    app.add_typer(group, name="trace")
 
 
 def _add_verbs(app: typer.Typer, group: str, usual: Sequence[str], before: str = "") -> None:

@@ -24,17 +24,19 @@ from kvhearth_server.core.eviction import POLICY_NAMES
 from kvhearth_server.core.fast_path import SingleCommit, SingleFastPath
 from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.reuse import Kind, ReuseSampler
+from kvhearth_server.core.reuse import CHUNK, Kind, ReuseSampler, Use
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
-from kvhearth_server.trace.format import Trace, key_blob
+from kvhearth_server.traces.format import Trace, key_blob
 
 LRU = "lru"
 POLICIES = (*POLICY_NAMES, LRU)
-REFERENCES_MAX = 1_500_000
-"""Keys of lookups and stores that a simulation by default works on."""
+REFERENCES = 250_000
+"""Keys of lookups and stores that a miniature works on, unless the rest asks for more."""
 KEYS_LEAST = 8192
-"""Different keys of which a miniature has at least as many, if the trace has them."""
+"""Different keys of a miniature, if the trace has them."""
+BLOCKS_LEAST = 256
+"""Blocks that fit into a miniature's memory, at least."""
 _KEY_BYTES = 16
 _SUM = bytes([1]) * CHECKSUM_BYTES
 _STOCK = 64
@@ -67,12 +69,14 @@ class Simulated:
     sample_rate: float
 
 
-def sample_rate(trace: Trace, references_max: float = REFERENCES_MAX) -> float:
-    """Return the part of the keys to simulate, for a bounded amount of work."""
+def sample_rate(trace: Trace, memory_bytes: int) -> float:
+    """Return the part of the keys to simulate with a size of memory, to end within seconds."""
     references, distinct = int(trace.key_counts.sum()), len(trace.hashes)
-    if references <= references_max or distinct <= KEYS_LEAST:
+    if references <= REFERENCES or distinct <= KEYS_LEAST:
         return 1.0
-    return min(1.0, max(references_max / references, KEYS_LEAST / distinct))
+    block = max(space.block_bytes for space in trace.spaces.values())
+    blocks = memory_bytes / block
+    return min(1.0, max(REFERENCES / references, KEYS_LEAST / distinct, BLOCKS_LEAST / blocks))
 
 
 class Miniature:
@@ -84,6 +88,8 @@ class Miniature:
 
     def __init__(self, trace: Trace, rate: float) -> None:
         self.trace, self.rate = trace, rate
+        self.reuse: ReuseSampler | None = None
+        """Reuse distances, once they are known."""
         if rate < 1:
             kept = trace.hashes < np.uint64(int(rate * 2.0**64))
         else:
@@ -168,17 +174,33 @@ def _part(value: float) -> float:
 
 def _simulate_lru(part: Miniature, memory_bytes: int, ssd_bytes: int, note: Note) -> Simulated:
     """The hit ratios of LRU, from the exact reuse distances of the sample."""
+    if part.reuse is None:
+        part.reuse = _reuse_of(part, note)
+    note(1.0)
+    sizes = [memory_bytes * part.rate, max(memory_bytes, ssd_bytes) * part.rate]
+    memory, both = part.reuse.hit_ratios(0, sizes).tolist()
+    return Simulated(LRU, memory_bytes, ssd_bytes, _part(both), _part(memory), 0, part.rate)
+
+
+def _reuse_of(part: Miniature, note: Note) -> ReuseSampler:
     sampler = ReuseSampler(len(part.hashes) + 1, 1)
-    blob = key_blob(part.hashes, _KEY_BYTES)
+    names = split_keys(key_blob(part.hashes, _KEY_BYTES), _KEY_BYTES)
+    uses, count = list[Use](), 0
+
+    def add() -> None:
+        for some in sampler.sample(uses, _KEY_BYTES) if uses else ():
+            sampler.add(some)
+
     for store, space, keys in part.each(note):
         kind = Kind(space, -1 if store else 0, part.trace.spaces[space].block_bytes)
-        chain = b"".join([blob[key * _KEY_BYTES : (key + 1) * _KEY_BYTES] for key in keys])
-        for some in sampler.sample([(kind, chain)], _KEY_BYTES):
-            sampler.add(some)
+        uses.append((kind, b"".join([names[key] for key in keys])))
+        count += len(keys)
+        if count >= CHUNK:
+            add()
+            uses, count = [], 0
+    add()
     sampler.asked[0] = part.asked_keys
-    sizes = [memory_bytes * part.rate, max(memory_bytes, ssd_bytes) * part.rate]
-    memory, both = sampler.hit_ratios(0, sizes).tolist()
-    return Simulated(LRU, memory_bytes, ssd_bytes, _part(both), _part(memory), 0, part.rate)
+    return sampler
 
 
 class _Ssd:

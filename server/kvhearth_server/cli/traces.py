@@ -28,10 +28,9 @@ from kvhearth_server.cli.output import (
     table,
 )
 from kvhearth_server.config.value_types import parse_size
-from kvhearth_server.trace.format import Trace, TraceSpace, TraceWriter, read_trace
-from kvhearth_server.trace.simulate import (
+from kvhearth_server.traces.format import Trace, TraceSpace, TraceWriter, read_trace
+from kvhearth_server.traces.simulate import (
     POLICIES,
-    REFERENCES_MAX,
     Miniature,
     Simulated,
     sample_rate,
@@ -45,7 +44,6 @@ SIMULATE_EPILOG = (
 )
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 _POLL_S = 0.2
-_WORK_LEAST = REFERENCES_MAX // 6
 _MARKS = "*o+x@#%&"
 
 TraceFile = Annotated[Path, typer.Argument(help="The trace.", metavar="FILE")]
@@ -183,7 +181,7 @@ Sample = Annotated[
         "--sample",
         min=0,
         max=1,
-        help="Part of the keys to simulate, 1 for all. Default: what takes less than a minute.",
+        help="Part of the keys to simulate, 1 for all. Default: what a few seconds are enough for.",
         show_default=False,
     ),
 ]
@@ -215,8 +213,7 @@ def simulated(
     ssds = _sizes("--ssd", ssd) or [present_ssd]
     policies = [word.strip() for word in policy.split(",") if word.strip()]
     cases = [(one, below, bytes_) for one in policies for below in ssds for bytes_ in memories]
-    work = max(_WORK_LEAST, REFERENCES_MAX // max(1, len(cases)))
-    part = Miniature(trace, sample or sample_rate(trace, work))
+    parts: dict[float, Miniature] = {}
     results = list[Simulated]()
     with progress() as told:
         for number, (one, below, bytes_) in enumerate(cases):
@@ -224,6 +221,8 @@ def simulated(
             def noted(done: float, number: int = number, name: str = one) -> None:
                 told(f"{name}: {number + 1} of {len(cases)}", (number + done) / len(cases))
 
+            rate = sample or sample_rate(trace, max(1, bytes_))
+            part = parts.get(rate) or parts.setdefault(rate, Miniature(trace, rate))
             results.append(simulate(part, one, bytes_, below, noted))
     if as_json:
         say_json(
@@ -246,7 +245,8 @@ def _print(trace: Trace, results: list[Simulated], present: int, *, plot: bool) 
     out = console()
     typer.echo(
         f"{trace.lookups} lookups of {trace.asked_keys} keys in {trace.seconds:.0f} s, "
-        f"{len(trace.hashes)} different keys, {percent(results[0].sample_rate, 1)} simulated"
+        f"{len(trace.hashes)} different keys, at most "
+        f"{percent(max(each.sample_rate for each in results), 1)} simulated"
     )
     heads = ("policy", "memory", "ssd", "hit ratio", "from memory", "evicted")
     shown = table(*heads, right=heads[1:])
