@@ -24,6 +24,7 @@ from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.state import Limits
+from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.scrub import Scrub
@@ -193,6 +194,7 @@ def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Eng
     counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
     engine.turns.watch(asyncio.get_running_loop())
+    engine.accesses = Accesses(engine, settings.curve_keys)
     if settings.shared_index:
         engine.share_index()
     return engine
@@ -348,6 +350,7 @@ def _spawn(
     for tier in engine.tiers:
         if isinstance(tier, SsdTier):
             supervisor.spawn("recovery", partial(follow_recovery, tier))
+    supervisor.spawn("accesses", engine.accesses.run)
     if settings.scrub_rate:
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:

@@ -17,6 +17,7 @@ from kvhearth_server.core.check_books import BooksError
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.shares import Share
 from kvhearth_server.core.state import require
+from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.namespace_series import OTHER, NamespaceNow
 from kvhearth_server.observability.counters import FALLBACK
@@ -267,6 +268,7 @@ class Snapshot:
     eviction_ages: Histogram
     shares: Sequence[ShareNow] = ()
     engines: Sequence[EngineNow] = ()
+    curves: Sequence[Curve] = ()
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
@@ -306,6 +308,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         eviction_ages=engine.eviction_ages,
         shares=take_shares(engine),
         engines=_engines(engine),
+        curves=engine.accesses.curves(),
     )
 
 

@@ -204,6 +204,7 @@ class Dispatcher:
         items = asked_for(contract, request, caller.keys_max)
         if isinstance(items, SingleLookup):
             if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
+                engine.accesses.looked_up_one(caller.namespace, items)
                 return one
             items = keys_items(contract, request.groups, caller.keys_max)
         found = engine.call_deferred(
@@ -225,6 +226,8 @@ class Dispatcher:
             reply.eta_us = self._request_promotion(
                 found.promotion_queue, caller, request.lease_id, go=request.prefetch
             )
+        again = request.prefetch and bool(found.promotion_queue)
+        engine.accesses.looked_up(caller.namespace, items, caller.session, again=again)
         for presence in found.groups:
             add_presence(reply.groups, presence)
         return reply
@@ -326,12 +329,14 @@ class Dispatcher:
         engine, contract = self._engine, caller.contract
         one = one_commit(contract, request.groups)
         if one is not None and _commit_one(engine, request.epoch, one, caller):
+            engine.accesses.stored(caller.namespace, one.kv_group, one.key)
             reply = self._stored.get(one.kv_group)
             if reply is None:
                 reply = self._stored[one.kv_group] = ready_stored(engine.boot_id, one.kv_group)
             return reply
         few = few_commits(contract, request.groups)
         if few is not None and (stored := _commit_few(engine, request.epoch, few, caller)):
+            engine.accesses.stored(caller.namespace, few[0].kv_group, request.groups[0].keys)
             bits = np.array(stored)
             return cache_pb2.CommitResponse(
                 boot_id=engine.boot_id, stored=bitmaps([few[0].kv_group], [bits])
@@ -340,6 +345,8 @@ class Dispatcher:
         hit("commit.before")
         commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
         engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
+        for group in request.groups:
+            engine.accesses.stored(caller.namespace, group.group, group.keys)
         return self._commit_more(commit, caller) if commit.unfinished else self._committed(commit)
 
     async def _commit_more(self, commit: Commit, caller: CallContext) -> cache_pb2.CommitResponse:

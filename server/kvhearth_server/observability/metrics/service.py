@@ -277,9 +277,9 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "gateway"),
-            *("grpc_door", "http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
-            *("lag", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
+            *("accesses", "admin_door", "attach", "attach_connection", "catalogue", "garbage"),
+            *("gateway", "grpc_door", "http_accept", "keeper", "pins", "recovery", "reload"),
+            *("lag", "scrub", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),
     Metric(
