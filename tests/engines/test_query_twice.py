@@ -28,7 +28,7 @@ def readme_flag() -> dict[str, object]:
 
 
 def test_the_second_answer_comes_from_kvhearth(daemon: Daemon, logs: Path) -> None:
-    options = {
+    flags = {
         "model": str(model("tiny")),
         "dtype": "float32",
         "max_model_len": 12_000,
@@ -41,11 +41,12 @@ def test_the_second_answer_comes_from_kvhearth(daemon: Daemon, logs: Path) -> No
             "kv_connector_extra_config": {"url": daemon.url(), "policy": "always"},
         },
     }
-    with running_server(logs, **options) as server:
+    with running_server(logs, **flags) as server:
         wait_attached(daemon)
+        url = f"http://127.0.0.1:{server.port}"
+        options = ["--url", url, "--pause", "4", "--characters", str(CHARACTERS)]
         done = subprocess.run(
-            [PYTHON, SCRIPT, "--url", f"http://127.0.0.1:{server.port}", "--pause", "4"]
-            + ["--characters", str(CHARACTERS)],
+            [PYTHON, SCRIPT, *options],
             capture_output=True,
             text=True,
             timeout=120,

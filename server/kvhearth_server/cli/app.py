@@ -79,7 +79,7 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import admin, config, doctor, gateway, serve, show, stats, tokens
+    from kvhearth_server.cli import admin, config, doctor, gateway, init, serve, show, stats, tokens
 
     app = typer.Typer(
         name="kvhearth",
@@ -90,6 +90,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(show.option)
+    app.command("init", epilog=init.EPILOG)(init.init)
     app.command("serve", epilog=serve.EPILOG)(serve.serve)
     app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
     settings = typer.Typer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,8 +37,15 @@ Sizes are written 65536, 512MiB or 64GiB; durations 0.5, 500ms, 30s or 24h.
 
 def sample_text() -> str:
     """Return a commented YAML file of all settings with their defaults."""
-    lines = [f"# {line}" for line in _HEAD.splitlines()]
+    return "\n".join(f"# {line}" for line in _HEAD.splitlines()) + "\n" + commented_settings()
+
+
+def commented_settings(without: Collection[str] = ()) -> str:
+    """Return a line for each setting with its default, in a comment, below its description."""
+    lines = list[str]()
     for name, field in Settings.model_fields.items():
+        if name in without:
+            continue
         comments = textwrap.wrap(field.description or "", _COLUMNS)
         if field.annotation is not bool:
             comments.append(f"Form: {metavar(field)}")
