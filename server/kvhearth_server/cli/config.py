@@ -49,17 +49,19 @@ def commented_settings(without: Collection[str] = ()) -> str:
         comments = textwrap.wrap(field.description or "", _COLUMNS)
         if field.annotation is not bool:
             comments.append(f"Form: {metavar(field)}")
-        lines += ["", *(f"# {line}" for line in comments), f"#{_line(name, field, field.default)}"]
+        lines += ["", *(f"# {line}" for line in comments)]
+        lines.append(f"#{setting_line(name, field, field.default)}")
     return "\n".join(lines) + "\n"
 
 
 def settings_yaml(settings: Settings) -> str:
     """Return settings as a YAML file that yields them again (except secrets, which are masked)."""
     fields = Settings.model_fields.items()
-    return "".join(f"{_line(name, field, getattr(settings, name))}\n" for name, field in fields)
+    lines = (setting_line(name, field, getattr(settings, name)) for name, field in fields)
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _line(name: str, field: FieldInfo, value: object) -> str:
+def setting_line(name: str, field: FieldInfo, value: object) -> str:
     """Return ``name: value`` as YAML in one line, the value as people write it."""
     value = _written(field, value)
     if value is None:  # left empty, which reads as nothing
