@@ -87,6 +87,7 @@ def build() -> typer.Typer:
         config,
         doctor,
         gateway,
+        init,
         mrc,
         panels,
         serve,
@@ -105,6 +106,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(show.option)
+    app.command("init", epilog=init.EPILOG)(init.init)
     app.command("serve", cls=panels.PanelCommand, epilog=serve.EPILOG)(serve.serve)
     app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
     settings = typer.Typer(
