@@ -8,7 +8,7 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign
 from kvhearth_server.tiers.base import AbandonableCall, DirectoryError, Tier, TierFigures
 from kvhearth_server.tiers.chain import demotion_region
+from kvhearth_server.tiers.remote.tier import Limits, Prices, RemoteTier
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 from kvhearth_server.tiers.ssd.files import Busy, Files
@@ -63,16 +64,18 @@ class TierKind:
         is_on: whether the settings ask for one.
         open: opens it over regions, the bytes of each arena segment first; the last argument tells
             whether another tier is behind it, to which it offers what it drops.
+        shared: whether it is shared, and so behind all others.
     """
 
     is_on: Callable[[Settings], bool]
     open: Callable[[Settings, Sequence[U8], bool], Tier]
+    shared: bool = False
 
 
 def open_tiers(
     settings: Settings, arena: Arena, kinds: Sequence[TierKind] | None = None
 ) -> list[Tier]:
-    """Open the tiers of these settings, cheapest first.
+    """Open the tiers of these settings, cheapest first, remotes last.
 
     Args:
         kinds: kinds of tiers, cheapest first; ``TIERS`` by default.
@@ -82,15 +85,38 @@ def open_tiers(
     """
     wanted = [kind for kind in (TIERS if kinds is None else kinds) if kind.is_on(settings)]
     regions = [segment.view for segment in arena.segments]
-    if len(wanted) > 1:
+    local_count = sum(not kind.shared for kind in wanted)
+    if local_count > 1:
         regions.append(demotion_region())
     opened: list[Tier] = []
     with contextlib.ExitStack() as undo:
         for number, kind in enumerate(wanted, 1):
-            opened.append(kind.open(settings, regions, number < len(wanted)))
+            opened.append(kind.open(settings, regions, number < local_count))
             undo.callback(opened[-1].close)
+        for tier in open_remotes(settings, arena):
+            opened.append(tier)
+            undo.callback(tier.close)
         undo.pop_all()
     return opened
+
+
+def open_remotes(settings: Settings, arena: Arena) -> Iterator[RemoteTier]:
+    """Yield the remotes of these settings; see ``open_tiers``."""
+    if settings.remote:
+        raise KVHearthError(Reason.CONFIG_INVALID, "remote: no driver is built in")
+    yield from ()
+
+
+def remote_limits(settings: Settings) -> Limits:
+    """Return the bounds of what is published to a remote."""
+    return Limits(
+        settings.remote_bytes_per_s, settings.remote_bytes_per_day, settings.remote_requests_per_s
+    )
+
+
+def remote_prices(settings: Settings) -> Prices:
+    """Return the prices that a remote's estimated cost is made of."""
+    return Prices(settings.remote_put_price, settings.remote_get_price, settings.remote_gib_price)
 
 
 def _open_ssd(

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvhearth_server.config.value_types import (
     Address,
     OptionalSize,
+    Remotes,
     Seconds,
     Size,
     SsdDirs,
@@ -219,6 +220,48 @@ class Settings(BaseSettings):
         "all",
         description="Admission policy: write every block, or only blocks stored at least twice.",
     )
+    remote: Remotes = Field(
+        (),
+        description="URL of a remote tier behind memory and SSD, shared by the daemons of a fleet: "
+        "s3://bucket/prefix?endpoint=https://host&region=r, gs://, az://, valkeys://host:6379, "
+        "mooncake://host:50051, file:///mnt/shared/kv; repeatable, two at most, asked in order "
+        "(environment: separate by spaces). Default: none.",
+    )
+    remote_write: Literal["reuse", "all", "never"] = Field(
+        "reuse",
+        description="Blocks that are published to the remotes: those that are hit a second time "
+        "with all blocks before them, all, or none.",
+    )
+    remote_staging: Size = Field(
+        256 << 20,
+        ge=1 << 20,
+        le=1 << 40,
+        description="Memory of each remote's helper process through which all bytes pass.",
+    )
+    remote_bytes_per_s: Size = Field(
+        0, ge=0, description="Limit of bytes published to a remote per second. 0: no limit."
+    )
+    remote_bytes_per_day: Size = Field(
+        0, ge=0, description="Limit of bytes published to a remote per day. 0: no limit."
+    )
+    remote_requests_per_s: int = Field(
+        0, ge=0, description="Limit of blocks published to a remote per second. 0: no limit."
+    )
+    remote_fleet_key_file: Path | None = Field(
+        None,
+        description="File with the fleet's secret, of which blocks' names at remotes are made; the "
+        "same on all hosts, for the daemon's user only (0600). Default: names that anybody can "
+        "guess.",
+    )
+    remote_put_price: float = Field(
+        0,
+        ge=0,
+        description="Price of a million writes to a remote, for the estimated cost in metrics.",
+    )
+    remote_get_price: float = Field(
+        0, ge=0, description="Price of a million reads and existence checks at a remote."
+    )
+    remote_gib_price: float = Field(0, ge=0, description="Price of a GiB read from a remote.")
     keys_file: Path | None = Field(
         None,
         description="File (YAML) of keys that encrypt blocks on SSD: TENANT: [{id: NAME, key: "
@@ -308,7 +351,7 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     @field_validator(
-        *("socket_dir", "arena_dir", "read_token_file", "keys_file"),
+        *("socket_dir", "arena_dir", "read_token_file", "keys_file", "remote_fleet_key_file"),
         *("tls_cert", "tls_key", "client_ca", "tokens_file"),
     )
     @classmethod
