@@ -41,7 +41,11 @@ class Done:
 
 
 class Refusal(enum.StrEnum):
-    """Reasons why a tier refuses blocks; for ``TOO_LARGE`` as it is configured."""
+    """Reasons why a tier refuses blocks; for ``TOO_LARGE`` as it is configured.
+
+    ``OPEN``: its breaker is open, or it is off for these blocks. ``RATE`` and ``QUOTA``: a bound
+    on requests or bytes, of a moment or of a day.
+    """
 
     QUEUE = "queue"
     ADMISSION = "admission"
@@ -51,6 +55,9 @@ class Refusal(enum.StrEnum):
     FULL = "full"
     DRAINING = "draining"
     TOO_LARGE = "too_large"
+    OPEN = "open"
+    RATE = "rate"
+    QUOTA = "quota"
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,8 @@ class Missing:
 
 @dataclass(frozen=True)
 class Corrupt:
-    """The bytes do not match their checksum. ``where``: ``source`` (a store's slot) or ``tier``.
+    """The bytes do not match their checksum. ``where``: ``source`` (a store's slot), ``tier``, or
+    ``remote`` (a shared tier).
 
     A tier forgets blocks that it finds corrupt on its own media. After a failed load the slot's
     bytes are undefined.
@@ -78,7 +86,11 @@ class Corrupt:
 
 
 class Failure(enum.StrEnum):
-    """Reasons why a device, or a caller's ``cancel``, ended a batch."""
+    """Reasons why a device, a remote service or a caller's ``cancel`` ended a batch.
+
+    ``TIMEOUT``: no answer by the deadline, or none to be expected before the caller's.
+    ``UNREACHABLE``: nobody answers. ``DENIED``: the service refuses this daemon.
+    """
 
     IO = "io"
     SHORT = "short"
@@ -86,6 +98,9 @@ class Failure(enum.StrEnum):
     READ_ONLY = "read_only"
     CANCELLED = "cancelled"
     STUCK = "stuck"
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    DENIED = "denied"
 
 
 @dataclass(frozen=True)
