@@ -1,85 +1,135 @@
-"""URLs of remotes: what is read, and what is refused with a sentence that helps."""
+"""URLs of daemons on other hosts: options, files, and no secret in any message."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from kvhearth.connectors.core.settings import Settings, parse_settings
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.tiers.remote.url import RemoteUrl, parse_remote
+from kvhearth.url import TOKEN_ENV, RemoteUrl, UnixUrl, parse_url
 
 
-def test_urls_are_read() -> None:
-    url = parse_remote(
-        "s3://bucket/some/prefix/?endpoint=https://host:9000/&region=r&ttl=7d&secret_file=/run/s3"
+def test_defaults() -> None:
+    assert parse_url("kvhearth://cache.example") == RemoteUrl("cache.example")
+    assert parse_url("kvhearth://cache.example/") == RemoteUrl("cache.example", 9461)
+    assert parse_url("kvhearths://10.0.0.7") == RemoteUrl("10.0.0.7", tls=True)
+
+
+def test_all_options() -> None:
+    url = (
+        "kvhearths://[fd00::7]:99?lookup_ms=1&call_ms=2&attach_ms=3&heartbeat_ms=4&calls=frames"
+        "&token_file=/t&ca=/a&cert=/c&key=/k&connections=7&staging=16MiB"
     )
-    assert url == RemoteUrl(
-        "s3",
-        bucket="bucket",
-        prefix="some/prefix",
-        endpoint="https://host:9000",
-        region="r",
-        ttl_s=7 * 86400.0,
-        secret_file="/run/s3",
+    assert parse_url(url) == RemoteUrl(
+        "fd00::7",
+        99,
+        tls=True,
+        token_file="/t",
+        ca="/a",
+        cert="/c",
+        key="/k",
+        connections=7,
+        staging_bytes=16 << 20,
+        lookup_ms=1,
+        call_ms=2,
+        attach_ms=3,
+        heartbeat_ms=4,
     )
-    assert url.place == "s3://bucket/some/prefix"
-    cluster = parse_remote("valkeys://host:7000,host2/kv?cluster=yes&user=u")
-    assert cluster.hosts == (("host", 7000), ("host2", 6379))
-    assert (cluster.cluster, cluster.user, cluster.prefix) == (True, "u", "kv")
-    assert parse_remote("file:///mnt/shared/kv").bucket == "/mnt/shared/kv"
-    assert parse_remote("valkey://[::1]:1/").hosts == (("::1", 1),)
-    assert parse_remote("gs://bucket").place == "gs://bucket"
-    assert parse_remote("az://container/p?account=name").account == "name"
-    pool = parse_remote("mooncake://h/p?protocol=rdma&device=mlx5_0&direct=yes&insecure=yes")
-    assert (pool.hosts, pool.direct) == ((("h", 50051),), True)
+    assert parse_url("kvhearth://[::1]").place == "[::1]:9461"  # type: ignore[union-attr]
+
+
+def test_unix_urls_are_as_before() -> None:
+    url = parse_url("kvhearth+unix:///run/k?calls=grpc&call_ms=7")
+    assert url == UnixUrl(Path("/run/k"), calls="grpc", call_ms=7)
 
 
 @pytest.mark.parametrize(
-    ("url", "helps"),
+    "url",
     [
-        ("s3://id:hidden@bucket", "secret_file"),
-        ("valkey://:hidden@127.0.0.1", "secret_file"),
-        ("s3://bucket?endpoint=https://id:hidden@host", "secret_file"),
-        ("s3://bucket?secret_access_key=hidden", "secret_file"),
-        ("valkeys://host?password=hidden", "secret_file"),
-        ("s3://bucket?AWS_SECRET_ACCESS_KEY=hidden", "secret_file"),
-        ("s3://bucket?endpoint=http://10.0.0.1", "insecure=yes"),
-        ("s3://bucket?endpoint=http://host.example", "insecure=yes"),
-        ("valkey://host", "valkeys://"),
-        ("valkey://127.0.0.1,host?cluster=yes", "insecure=yes"),
-        ("mooncake://127.0.0.1:50051", "insecure=yes"),
-        ("s3://bucket?zone=a", "known:"),
-        ("file:///tmp?region=r", "known: none"),
-        ("s3://bucket?region=a&region=b", "once"),
-        ("s3://", "bucket"),
-        ("s3://bucket/a b", "prefix"),
-        ("s3://bucket/../x", "prefix"),
-        ("file://tmp", "three slashes"),
-        ("file:///tmp/../etc", ".."),
-        ("valkey://127.0.0.1:0", "host and port"),
-        ("valkey://127.0.0.1:99999", "host and port"),
-        ("valkey://127.0.0.1:1,127.0.0.1:2", "cluster=yes"),
-        ("valkeys://host?key=/k", "cert"),
-        ("s3://bucket?ttl=soon", "ttl"),
-        ("s3://bucket?insecure=true", "yes nor no"),
-        ("az://container", "account"),
-        ("mooncake://h?insecure=yes&direct=yes", "rdma"),
-        ("ftp://host", "scheme"),
-        ("bucket", "scheme"),
-        ("", "scheme"),
-        ("s3://[", "URL"),
-        ("s3://bucket#part", "fragment"),
+        "kvhearth://",
+        "kvhearth:///run/kvhearth",
+        "kvhearth://h/path",
+        "kvhearth://h:0",
+        "kvhearth://h:70000",
+        "kvhearth://h:x",
+        "kvhearth://h#part",
+        "kvhearth://h?calls=grpc",
+        "kvhearth://h?daemon_uid=0",
+        "kvhearth://h?ca=/a",
+        "kvhearth://h?cert=/a&key=/b",
+        "kvhearths://h?key=/k",
+        "kvhearths://h?ca=",
+        "kvhearth://h?token_file=",
+        "kvhearth://h?connections=0",
+        "kvhearth://h?connections=65",
+        "kvhearth://h?connections=-1",
+        "kvhearth://h?connections=x",
+        "kvhearth://h?staging=0",
+        "kvhearth://h?staging=64M",
+        "kvhearth://h?staging=MiB",
+        "kvhearth://h?staging=99999999GiB",
+        "kvhearth://h?lookup_ms=0",
+        "kvhearth://h?unknown=1",
+        "kvhearth+unix:///run/k?connections=4",
+        "kvhearth+tcp://h",
+        "http://h",
+        "",
     ],
 )
-def test_bad_urls_are_refused_with_help_and_without_secrets(url: str, helps: str) -> None:
-    with pytest.raises(KVHearthError) as refused:
-        parse_remote(url)
-    assert refused.value.reason is Reason.CONFIG_INVALID
-    assert helps in refused.value.message
-    assert "hidden" not in refused.value.message
+def test_bad_urls(url: str) -> None:
+    with pytest.raises(KVHearthError) as caught:
+        parse_url(url)
+    assert caught.value.reason is Reason.BAD_URL
 
 
-def test_plain_text_is_fine_here_or_where_it_is_asked_for() -> None:
-    for host in ("127.0.0.1", "localhost", "[::1]"):
-        assert parse_remote(f"valkey://{host}:1").hosts[0][1] == 1
-        assert parse_remote(f"s3://b?endpoint=http://{host}:1").bucket == "b"
-    assert parse_remote("valkey://10.0.0.1?insecure=yes").insecure
+@pytest.mark.parametrize(
+    "url",
+    [
+        "kvhearth://h?token=hunter2",
+        "kvhearth://hunter2@h",
+        "kvhearths://user:hunter2@h",
+        "kvhearth://user:hunter2@h:0",
+        "kvhearth://h/x?token_file=/a&password=hunter2",
+        "kvhearth+unix:///run/k?token=hunter2",
+        "bad://user:hunter2@h",
+    ],
+)
+def test_no_message_shows_a_secret(url: str) -> None:
+    with pytest.raises(KVHearthError) as caught:
+        parse_url(url)
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(KVHearthError) as caught:
+        parse_settings(Settings, {"url": url})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_secrets_are_read_from_files_and_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("hunter2\n")
+    assert RemoteUrl("h", token_file=str(file)).secret({TOKEN_ENV: "other"}) == "hunter2"
+    assert RemoteUrl("h").secret({TOKEN_ENV: "other\n"}) == "other"
+    assert RemoteUrl("h").secret({}) == ""
+    assert "hunter2" not in repr(RemoteUrl("h", token_file=str(file)))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe", b"x" * 300])
+def test_files_without_a_token(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    with pytest.raises(KVHearthError) as caught:
+        RemoteUrl("h", token_file=str(file)).secret()
+    assert caught.value.reason is Reason.BAD_URL
+    assert str(file) in caught.value.message
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    with pytest.raises(KVHearthError, match="missing"):
+        RemoteUrl("h", token_file=missing).secret()
+    with pytest.raises(KVHearthError, match="missing"):
+        RemoteUrl("h", tls=True, ca=missing).tls_context()
+    with pytest.raises(KVHearthError, match="missing"):
+        RemoteUrl("h", tls=True, cert=missing).tls_context()
+    assert RemoteUrl("h").tls_context() is None
