@@ -1,0 +1,76 @@
+"""Interface of a driver: named values at a remote, by its client library.
+
+All methods are coroutines of one loop. Each returns by its deadline if the library can; the daemon
+ends the process where it does not. Outcomes are values: a driver translates its library's errors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple, Protocol
+
+from kvhearth_server.tiers.base import Failed, Failure, Outcome
+from kvhearth_server.tiers.remote.mover import Caps
+
+
+class Listed(NamedTuple):
+    """A value that a remote lists: its name, its size in bytes, its time in Unix seconds."""
+
+    name: str
+    size: int
+    modified_s: float
+
+
+class Refused(Exception):
+    """The remote refuses this daemon, whatever is asked: the text says what to do."""
+
+
+class Driver(Protocol):
+    """Values of one remote. Names do not have the prefix of the remote's URL.
+
+    Attributes:
+        caps: properties of the remote.
+        parallel: values that are put or got at once.
+        requests: requests that were sent, by kind: put, get, head, delete, list.
+    """
+
+    caps: Caps
+    parallel: int
+    requests: Counter[str]
+
+    async def put(
+        self, name: str, value: memoryview, deadline: float, *, replace: bool = False
+    ) -> Outcome:
+        """Store a value; ``Done`` also if the name has one, which stays unless ``replace`` is true.
+
+        Args:
+            deadline: ``time.monotonic()`` by which it ends.
+        """
+
+    async def get(self, name: str, into: memoryview, deadline: float) -> memoryview | Outcome:
+        """Return a value, in ``into`` or in memory of the library's; an outcome if there is none.
+
+        Args:
+            into: memory of the expected size. A value of another size may be cut off, one byte
+                longer than this at most, and is returned as it is.
+        """
+
+    async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
+        """Return ``Done`` or ``Missing`` for each name; values of another size than ``size`` may
+        count as missing.
+        """
+
+    async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+        """Remove values; ``Done`` also for names without one."""
+
+    def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
+        """Return all values whose name begins with ``prefix``, in portions."""
+
+    async def close(self) -> None:
+        """Give up connections."""
+
+
+TIMEOUT: Outcome = Failed(Failure.TIMEOUT)
+UNREACHABLE: Outcome = Failed(Failure.UNREACHABLE)
+DENIED: Outcome = Failed(Failure.DENIED)
