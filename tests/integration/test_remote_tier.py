@@ -45,3 +45,21 @@ def test_an_empty_daemon_loads_what_an_earlier_one_published(tmp_path: Path, ssd
     with sharer(remote) as daemon, cached_engine(daemon.url()) as engine:
         assert loaded(engine, keys) == len(keys)
         assert loaded(engine, new_keys(3)) == 0
+
+
+def test_one_daemon_loads_what_another_one_published(tmp_path: Path) -> None:
+    keys, url = new_keys(40), f"file://{tmp_path}/shared"
+    (tmp_path / "shared").mkdir()
+    settings = {"remote": url, "remote_staging": "8MiB", **ALL}
+    with (
+        stopped_daemon(arena=False, **settings) as one,
+        stopped_daemon(arena=False, **settings) as other,
+    ):
+        one.start()
+        other.start()
+        with cached_engine(one.url()) as engine:
+            engine.store(keys)
+            published(one, len(keys))
+        with cached_engine(other.url()) as engine:
+            until(lambda: loaded(engine, keys) == len(keys), "the other one loads all")
+            assert loaded(engine, new_keys(3)) == 0

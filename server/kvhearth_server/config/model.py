@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvhearth.errors import KVHearthError
 from kvhearth_server.config.value_types import (
     Address,
     OptionalSize,
@@ -44,6 +45,7 @@ PAGE_BYTES = 4096
 MIB = 1 << 20
 SSD_SEGMENT_BYTES_LEAST = 64 << 10
 SSD_DIR_BYTES_MAX = 1 << 50
+REMOTES_MAX = 2
 SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
 
 
@@ -361,6 +363,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         problems = [*self._size_problems(), *self._tenant_problems(), *self._ssd_problems()]
+        problems += self._remote_problems()
         path_bytes = len(os.fsencode(self.attach_socket))
         if path_bytes > SOCKET_PATH_BYTES_MAX:
             problems.append(
@@ -424,6 +427,26 @@ class Settings(BaseSettings):
                 f"({format_size(slab)}); give more memory or lower slab_bytes"
             ]
         return []
+
+    def _remote_problems(self) -> list[str]:
+        problems = list[str]()
+        if not self.remote:
+            return problems
+        from kvhearth_server.tiers.remote.url import parse_remote
+
+        if len(self.remote) > REMOTES_MAX:
+            problems.append(
+                f"remote: {len(self.remote)} are given; at most {REMOTES_MAX} are asked in order"
+            )
+        places = list[str]()
+        for text in self.remote:
+            try:
+                places.append(parse_remote(text).place)
+            except KVHearthError as error:
+                problems.append(error.message)
+        if len(set(places)) < len(places):
+            problems.append("remote: a remote is there twice; give each once")
+        return problems
 
     def _tenant_problems(self) -> list[str]:
         problems = []

@@ -242,9 +242,11 @@ class RemoteTier(Tier):
         """Begin to publish a batch; see ``Tier.submit_store``. Blocks that the remote is known to
         have are ``Done``.
         """
-        space = self._check(batch)
-        if isinstance(space, Throttled):
-            return self._refused("stores", len(batch.keys), space)
+        refusal, space = self._check(batch), self._space_of(batch.family)
+        if refusal is None and not space:
+            refusal = Throttled(Refusal.OPEN, 1.0)
+        if refusal is not None:
+            return self._refused("stores", len(batch.keys), refusal)
         family, now = batch.family, self._clock()
         size = family.length * family.shards
         hashes = self._hashes(space, family, batch.keys)
@@ -282,13 +284,13 @@ class RemoteTier(Tier):
 
         A load that would not end within ``batch.wait_s`` is not begun: ``Failed("timeout")``.
         """
-        space = self._check(batch)
-        if isinstance(space, Throttled):
-            return self._refused("loads", len(batch.keys), space)
+        refusal, space = self._check(batch), self._space_of(batch.family)
+        if refusal is not None:
+            return self._refused("loads", len(batch.keys), refusal)
         family, count = batch.family, len(batch.keys)
         hashes, now = self._hashes(space, family, batch.keys), self._clock()
         absent = np.flatnonzero(self._cache.look(hashes, now) == NO)
-        end = int(absent[0]) if len(absent) else count
+        end = 0 if not space else int(absent[0]) if len(absent) else count
         missing: list[Outcome] = [Missing()] * count
         load = _Batch(self._new_ticket(), batch, hashes, np.arange(end), missing, now)
         if not end:
@@ -319,16 +321,14 @@ class RemoteTier(Tier):
         completions, self._completions = self._completions, []
         return completions
 
-    def _check(self, batch: LoadBatch) -> str | Throttled:
-        """Return the space of a batch, or why none is taken now."""
+    def _check(self, batch: LoadBatch) -> Throttled | None:
+        """Return why no batch is taken now; None if one is."""
         if len(batch.keys) > BATCH_BLOCKS_MAX:
             raise ValueError(f"{len(batch.keys)} blocks, at most {BATCH_BLOCKS_MAX}")
         check_places(batch.places, batch.family.length, self._regions, _PAGE_BYTES)
         if self._draining:
             return Throttled(Refusal.DRAINING)
-        if not self.serving:
-            return Throttled(Refusal.OPEN, 1.0)
-        return self._space_of(batch.family) or Throttled(Refusal.OPEN, 1.0)
+        return None if self.serving else Throttled(Refusal.OPEN, 1.0)
 
     def _refused(self, what: str, blocks: int, why: Throttled) -> Throttled:
         self.counts.add(f"{what}_refused_{why.reason}", blocks)
@@ -616,6 +616,10 @@ class RemoteTier(Tier):
         return self._hasher.hashes(keys, start)
 
     # -- status ------------------------------------------------------------------------------------
+
+    @property
+    def loads_of_the_dead(self) -> bool:
+        return not self.mover.state.alone
 
     @property
     def blocks(self) -> int:
