@@ -82,7 +82,7 @@ def make_chain(kind: str, folder: Path, arena: Arena) -> TierChain:
 
 
 def make_remote(arena: Arena) -> RemoteTier:
-    """Make a remote tier over a scripted mover; only the newest epoch has a name, as in a daemon."""
+    """Make a remote tier over a scripted mover; only the newest epoch has a name."""
     newest: dict[tuple[bytes, int], int] = {}
 
     def identify(of: BlockSpec) -> Identity | None:
