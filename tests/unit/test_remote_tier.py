@@ -225,6 +225,8 @@ def test_a_mover_that_is_down_costs_lookups_nothing(rig: Rig) -> None:
     facts = rig.ask(range(4))
     assert not facts.present.any()
     assert facts.asking is None
+    assert rig.remote.problems() == {}, "it may be starting"
+    rig.clock.put_forward(3.0)
     (reason,) = rig.remote.health().reasons
     assert "no such bucket; create it" in reason
 

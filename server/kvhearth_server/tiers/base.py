@@ -299,6 +299,10 @@ class Counts:
         return self.values.get(name, 0)
 
 
+REMOTE = "remote"
+"""``Kind.about`` of a shared tier's problems; their ``directory`` is the remote's name."""
+
+
 class Kind(NamedTuple):
     """Identity of a problem, which stays the same while the problem lasts, whatever its numbers
     are.
@@ -393,6 +397,7 @@ class RemoteFigures:
 
     Attributes:
         name: the remote's URL without secrets.
+        problem: what does not work, as a sentence; empty for nothing.
         breaker_open: whether its breaker is open.
         mover_up: whether its helper process runs.
         mover_restarts: helper processes that were started again.
@@ -407,6 +412,7 @@ class RemoteFigures:
     """
 
     name: str
+    problem: str
     breaker_open: bool
     mover_up: bool
     mover_restarts: int

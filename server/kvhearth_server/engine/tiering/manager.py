@@ -24,7 +24,15 @@ from kvhearth_server.engine.tiering.promotion import Ended, Promoter
 from kvhearth_server.engine.tiering.publishing import Publisher
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import BlockSpec, Completion, Evicted, Kind, Tier, TierShares
+from kvhearth_server.tiers.base import (
+    REMOTE,
+    BlockSpec,
+    Completion,
+    Evicted,
+    Kind,
+    Tier,
+    TierShares,
+)
 from kvhearth_server.tiers.chain import TierChain
 
 LOOK_S = 0.25
@@ -77,7 +85,7 @@ class DegradedLog:
             reported = self._reported.get(kind)
             if reported is None:
                 self._reported[kind] = _Reported(now, now, reason)
-                self._log.warning("ssd.degraded", reason=reason, **_fields(kind))
+                self._log.warning(f"{_tier(kind)}.degraded", reason=reason, **_fields(kind))
             else:
                 reported.seen, reported.reason = now, reason
         for kind, reported in list(self._reported.items()):
@@ -85,14 +93,20 @@ class DegradedLog:
                 del self._reported[kind]
                 lasted_s = round(reported.seen - reported.began, 3)
                 self._log.info(
-                    "ssd.degradation_over",
+                    f"{_tier(kind)}.degradation_over",
                     reason=reported.reason,
                     lasted_s=lasted_s,
                     **_fields(kind),
                 )
 
 
+def _tier(kind: Kind) -> str:
+    return REMOTE if kind.about == REMOTE else "ssd"
+
+
 def _fields(kind: Kind) -> dict[str, str]:
+    if kind.about == REMOTE:
+        return {"remote": kind.directory, "kind": kind.word}
     return {"directory": kind.directory, "kind": kind.word}
 
 

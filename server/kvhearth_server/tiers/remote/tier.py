@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvhearth.model import I64, U8
 from kvhearth_server.tiers.base import (
+    REMOTE,
     BlockSpec,
     Completion,
     Corrupt,
@@ -58,6 +59,8 @@ PROBES_MAX = 256
 FAILED_PROBE_S = 1.0
 """Time for which blocks that could not be asked about count as absent."""
 BATCH_BLOCKS_MAX = 512
+START_S = 2.0
+"""Time that a helper process may take to start before that is a problem."""
 _PAGE_BYTES = 4096
 _RTT_S = 0.02
 """Time of a request before the first one was measured."""
@@ -192,6 +195,8 @@ class RemoteTier(Tier):
         self._round_trip_s, self._bytes_per_s = _RTT_S, _BYTES_PER_S
         self._seconds: dict[str, float] = {}
         self._trouble: deque[str] = deque(maxlen=1)
+        self._up_at = clock()
+        """Time at which the mover ran, or should have started."""
         self._draining = self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._events = select.epoll()
@@ -633,21 +638,25 @@ class RemoteTier(Tier):
     def problems(self) -> Mapping[Kind, str]:
         """Return the remote's problem, one at most."""
         state = self.mover.state
-        if not state.up:
-            reason = state.problem or "its helper process does not run yet; see the log"
-            return {Kind(self.label, "down"): f"{self.label}: {reason}"}
+        if state.up:
+            self._up_at = self._clock()
+        elif self._clock() - self._up_at > START_S:
+            reason = state.problem or "its helper process does not run; see the log"
+            return {Kind(self.label, "down", REMOTE): f"remote {self.label}: {reason}"}
         if self.breaker.is_open:
             why = self._trouble[-1] if self._trouble else "no answer"
-            text = f"{self.label}: requests fail ({why}); it is tried again by itself"
-            return {Kind(self.label, "open"): text}
-        if state.problem:
-            return {Kind(self.label, "misconfigured"): f"{self.label}: {state.problem}"}
+            text = f"remote {self.label}: requests fail ({why}); it is tried again by itself"
+            return {Kind(self.label, "open", REMOTE): text}
+        if state.up and state.problem:
+            text = f"remote {self.label}: {state.problem}"
+            return {Kind(self.label, "misconfigured", REMOTE): text}
         return {}
 
     def remote_figures(self) -> list[RemoteFigures]:
         state, kinds = self.mover.state, [kind for kind, _, _ in self._ended.values()]
         now = RemoteFigures(
             name=self.label,
+            problem=next(iter(self.problems().values()), ""),
             breaker_open=self.breaker.is_open,
             mover_up=state.up,
             mover_restarts=state.restarts,
