@@ -25,8 +25,13 @@ from kvhearth_server.keys_file import Key, read_keys, shown_id
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign, read_secret
-from kvhearth_server.tiers.base import AbandonableCall, DirectoryError, Tier, TierFigures
+from kvhearth_server.tiers.base import (
+    AbandonableCall,
+    DirectoryError,
+    Tier,
+)
 from kvhearth_server.tiers.chain import demotion_region
+from kvhearth_server.tiers.figures import TierFigures
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
 from kvhearth_server.tiers.remote.process import ProcessMover
 from kvhearth_server.tiers.remote.tier import Limits, Prices, RemoteTier

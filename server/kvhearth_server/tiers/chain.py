@@ -38,15 +38,14 @@ from kvhearth_server.tiers.base import (
     Offer,
     Outcome,
     Refusal,
-    RemoteFigures,
     StoreBatch,
     TenantUse,
     Throttled,
     Tier,
-    TierFigures,
     TierShares,
     gather,
 )
+from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 DEMOTION_BYTES = 32 << 20
 """Size of the buffer through which blocks are demoted; a larger block is not demoted."""
@@ -157,6 +156,11 @@ class TierChain(Tier):
     @property
     def shared(self) -> bool:
         return not self._local_count
+
+    @property
+    def serving(self) -> bool:
+        """Whether any shared tier answers requests now."""
+        return any(tier.serving for tier in self._tiers[self._local_count :])
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -462,6 +466,8 @@ class TierChain(Tier):
         """Return the facts of a chain's blocks in the shared tiers, which are asked in order: each
         about what the ones before do not have.
         """
+        if len(self._tiers) - self._local_count == 1:
+            return self._tiers[-1].ask(family, keys)
         facts = Facts.none(family, len(keys))
         asking = np.zeros(len(keys), np.bool_)
         for tier in self._tiers[self._local_count :]:

@@ -1,7 +1,7 @@
 """Existence cache of a remote: which blocks it has, as far as is known, in 16 bytes an entry.
 
-A set-associative table in arrays. A wrong answer costs a read that misses, or a block that is
-computed again, never a wrong byte: every record is verified when it is read.
+A table in arrays, in which each key has two places. A wrong answer costs a read that misses, or a
+block that is computed again, never a wrong byte: every record is verified when it is read.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.keys import PackedKeys
-from kvhearth.model import Bools
+from kvhearth.model import I64, Bools
 
-WAYS = 4
 ENTRIES_MAX = 1 << 20
 """Most entries: 16 MiB."""
 POSITIVE_S, NEGATIVE_S = 60.0, 5.0
@@ -36,21 +35,20 @@ class Hasher:
     """Hashes keys to 64 bits, with a secret: clients cannot make keys collide."""
 
     def __init__(self) -> None:
-        self._by = np.frombuffer(secrets.token_bytes(16 * _WORD_BYTES), np.uint64) | np.uint64(1)
+        self._by = np.frombuffer(secrets.token_bytes(9 * _WORD_BYTES), np.uint64) | np.uint64(1)
 
     def hashes(self, keys: Sequence[bytes], start: int) -> _U64:
         """Return the hashes of keys of one length, never 0, shape (n,); another 64-bit ``start``
         gives others.
         """
         words = _words(keys)
-        mixed = np.full(len(words), start, np.uint64)
-        for column in range(words.shape[1]):
-            mixed += words[:, column]
-            mixed *= self._by[2 * column]
-            mixed ^= mixed >> np.uint64(32)
-            mixed *= self._by[2 * column + 1]
+        mixed: _U64 = words @ self._by[: words.shape[1]]
+        mixed += np.uint64(start)
+        mixed ^= mixed >> np.uint64(32)
+        mixed *= self._by[-1]
         mixed ^= mixed >> np.uint64(29)
-        return mixed | np.uint64(1)
+        mixed |= np.uint64(1)
+        return mixed
 
 
 class ExistenceCache:
@@ -67,12 +65,12 @@ class ExistenceCache:
         positive_s: float = POSITIVE_S,
         negative_s: float = NEGATIVE_S,
     ) -> None:
-        buckets = 1 << (max(WAYS, entries_max) // WAYS).bit_length() - 1
+        size = 1 << max(2, entries_max).bit_length() - 1
         self._positive_s, self._negative_s = positive_s, negative_s
-        self._mask = np.uint64(buckets - 1)
-        self._tags = np.zeros((buckets, WAYS), np.uint64)
+        self._mask = np.uint64(size - 1)
+        self._tags = np.zeros(size, np.uint64)
         # The time in ticks at which an entry ends; negative for a negative entry, 0 for none.
-        self._ends = np.zeros((buckets, WAYS), np.int64)
+        self._ends = np.zeros(size, np.int64)
         self._began: float | None = None
 
     @property
@@ -86,18 +84,17 @@ class ExistenceCache:
 
     def look(self, hashes: _U64, now: float) -> States:
         """Return what is known of blocks, by the hashes of their keys."""
-        found = np.zeros(len(hashes), np.int8)
-        buckets = self._buckets(hashes)
-        tags, ends = self._tags[buckets], self._ends[buckets]
-        ends *= tags == hashes[:, None]
-        tick = self._tick(now)
-        # An entry is either positive or negative, and one way at most has the tag.
-        found += (ends > tick).any(axis=1)
-        found -= (ends < -tick).any(axis=1)
+        one, tick = self._places(hashes), self._tick(now)
+        other = one ^ 1
+        # One place at most has the tag.
+        ends = self._ends.take(one) * (self._tags.take(one) == hashes)
+        ends += self._ends.take(other) * (self._tags.take(other) == hashes)
+        found: States = (ends > tick).view(np.int8)
+        found -= (ends < -tick).view(np.int8)
         return found
 
     def note(self, hashes: _U64, present: Bools | bool, now: float, *, for_s: float = 0.0) -> None:
-        """Enter blocks as present or absent. A full set loses the entry that ends first.
+        """Enter blocks as present or absent, in place of the entry that ends first.
 
         Args:
             for_s: seconds for which the entries hold; 0 for the cache's own times.
@@ -110,26 +107,28 @@ class ExistenceCache:
         ends = np.where(
             yes, tick + max(1, int(positive_s * _TICKS)), -tick - max(1, int(negative_s * _TICKS))
         )
-        buckets = self._buckets(hashes)
-        # Several keys of one call may fall into one set: a round enters one of each.
-        left = np.arange(len(hashes))
-        while len(left):
-            _, first = np.unique(buckets[left], return_index=True)
-            rows = left[first]
-            self._enter(buckets[rows], hashes[rows], ends[rows])
-            left = np.delete(left, first)
+        for _ in range(2):  # keys of one call may want the same place
+            one = self._places(hashes)
+            places = one ^ self._takes_other(one, hashes)
+            self._tags[places] = hashes
+            mine = self._tags[places] == hashes
+            self._ends[places[mine]] = ends[mine]
+            if mine.all():
+                break
+            hashes, ends = hashes[~mine], ends[~mine]
 
-    def _enter(self, buckets: _U64, hashes: _U64, ends: npt.NDArray[np.int64]) -> None:
-        same = self._tags[buckets] == hashes[:, None]
-        ways = np.where(
-            same.any(axis=1), same.argmax(axis=1), np.abs(self._ends[buckets]).argmin(axis=1)
-        )
-        self._tags[buckets, ways] = hashes
-        self._ends[buckets, ways] = ends
+    def _takes_other(self, one: I64, hashes: _U64) -> Bools:
+        """Return which keys are to be entered in their second places."""
+        other = one ^ 1
+        here, there = self._tags[one] == hashes, self._tags[other] == hashes
+        later = np.abs(self._ends[one]) > np.abs(self._ends[other])
+        taken: Bools = there | (~here & later)
+        return taken
 
-    def _buckets(self, hashes: _U64) -> _U64:
-        buckets: _U64 = (hashes >> np.uint64(20)) & self._mask
-        return buckets
+    def _places(self, hashes: _U64) -> I64:
+        """Return the first place of each key; the second one is beside it."""
+        places: I64 = ((hashes >> np.uint64(20)) & self._mask).view(np.int64)
+        return places
 
     def _tick(self, now: float) -> int:
         """Return the ticks since the first call, from 1."""
