@@ -64,6 +64,7 @@ _LOOK_S = 0.1
 _TELL_S = 5.0
 FLEET_KEY_BYTES_MAX = 4096
 _log = get_logger("kvhearth.ssd")
+_remote_log = get_logger("kvhearth.remote")
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def open_remotes(settings: Settings, arena: Arena) -> Iterator[RemoteTier]:
         )
         regions = [segment.view for segment in arena.segments]
         limits, prices = remote_limits(settings), remote_prices(settings)
-        _log.info("remote.opened", remote=url.place, number=index)
+        _remote_log.info("remote.opened", remote=url.place, number=index)
         yield RemoteTier(mover, regions, url.place, key, limits, prices=prices)
 
 
@@ -139,7 +140,7 @@ def fleet_key(settings: Settings) -> bytes:
     path = settings.remote_fleet_key_file
     if path is None:
         if settings.remote:
-            _log.warning(
+            _remote_log.warning(
                 "remote.no_fleet_key",
                 message="whoever reads the remote can guess blocks' names; give all hosts the same "
                 "--remote-fleet-key-file",

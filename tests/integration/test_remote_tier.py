@@ -156,5 +156,5 @@ def test_a_remote_that_is_not_there_costs_nothing_and_is_told(tmp_path: Path) ->
         until(lambda: "remote.degraded" in daemon.log_text(), "the log tells")
         ready = ask(daemon, "/readyz?verbose")
         assert ready.status == 200
-        assert f"[!]remote {missing}" in ready.body
+        assert f"[!]remote {missing}".encode() in ready.body
         assert f'kvhearth_remote_up{{remote="{missing}"}} 0' in scraped(daemon)
