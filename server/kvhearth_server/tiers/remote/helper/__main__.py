@@ -27,8 +27,12 @@ def open_driver(url: RemoteUrl) -> Driver:
         Refused: its library is not installed, or it cannot be opened as the URL says.
     """
     try:
-        if url.scheme in _SERVERS:
-            raise Refused(f"{url.scheme}:// is not served yet; use a bucket")
+        if url.scheme in ("valkey", "valkeys"):
+            from kvhearth_server.tiers.remote.helper.drivers.valkey import ValkeyDriver
+
+            return ValkeyDriver(url)
+        if url.scheme == "mooncake":
+            raise Refused("mooncake:// is not served yet; use a bucket or Valkey")
         from kvhearth_server.tiers.remote.helper.drivers.objects import ObjectDriver
 
         return ObjectDriver(url)

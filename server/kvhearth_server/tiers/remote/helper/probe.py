@@ -39,7 +39,7 @@ async def probe(driver: Driver, place: str, fleet_key: bytes) -> None:
     name, value = f"{LAYOUT}/probe-{secrets.token_hex(8)}", secrets.token_bytes(_BYTES)
     _check(await driver.put(name, memoryview(value), _soon()), place, "a write")
     try:
-        found = await driver.get(name, memoryview(bytearray(_BYTES)), _soon())
+        (found,) = await driver.get([name], [memoryview(bytearray(_BYTES))], _soon())
         if isinstance(found, memoryview) and found != value:
             raise Refused(f"{place} returns other bytes than were written; use another server")
         if isinstance(found, Missing):
@@ -57,10 +57,10 @@ async def probe(driver: Driver, place: str, fleet_key: bytes) -> None:
 
 async def _mark(driver: Driver, place: str, ours: bytes) -> None:
     into = memoryview(bytearray(len(ours)))
-    found = await driver.get(MARK_NAME, into, _soon())
+    (found,) = await driver.get([MARK_NAME], [into], _soon())
     if isinstance(found, Missing):
         _check(await driver.put(MARK_NAME, memoryview(ours), _soon()), place, "a write")
-        found = await driver.get(MARK_NAME, into, _soon())
+        (found,) = await driver.get([MARK_NAME], [into], _soon())
     if isinstance(found, memoryview) and found == ours:
         return
     if isinstance(found, Failed):

@@ -48,12 +48,18 @@ class Driver(Protocol):
             deadline: ``time.monotonic()`` by which it ends.
         """
 
-    async def get(self, name: str, into: memoryview, deadline: float) -> memoryview | Outcome:
-        """Return a value, in ``into`` or in memory of the library's; an outcome if there is none.
+    def portion(self, size: int) -> int:
+        """Return the number of values of ``size`` bytes that one call of ``get`` should take."""
+
+    async def get(
+        self, names: Sequence[str], into: Sequence[memoryview], deadline: float
+    ) -> list[memoryview | Outcome]:
+        """Return values, in ``into`` or in memory of the library's; an outcome for each that it
+        does not have.
 
         Args:
-            into: memory of the expected size. A value of another size may be cut off, one byte
-                longer than this at most, and is returned as it is.
+            into: memory of the expected size for each. A value of another size is ``Corrupt``, or
+                returned as it is.
         """
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
