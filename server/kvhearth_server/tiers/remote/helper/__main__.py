@@ -32,7 +32,9 @@ def open_driver(url: RemoteUrl) -> Driver:
 
             return ValkeyDriver(url)
         if url.scheme == "mooncake":
-            raise Refused("mooncake:// is not served yet; use a bucket or Valkey")
+            from kvhearth_server.tiers.remote.helper.drivers.mooncake import MooncakeDriver
+
+            return MooncakeDriver(url)
         from kvhearth_server.tiers.remote.helper.drivers.objects import ObjectDriver
 
         return ObjectDriver(url)
@@ -59,6 +61,7 @@ async def serve(message: dict[str, object]) -> None:
         await asyncio.get_running_loop().sock_sendall(connection, frame)
         return
     memory = Memory([(fd, size) for fd, size in regions], int(str(message["staging_bytes"])))
+    driver.attach(memory.staging)
     await Service(connection, driver, memory, fleet_key, url.place).run()
 
 

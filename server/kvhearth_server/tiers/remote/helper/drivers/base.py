@@ -6,10 +6,12 @@ ends the process where it does not. Outcomes are values: a driver translates its
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
+from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import Failed, Failure, Outcome
 from kvhearth_server.tiers.remote.mover import Caps
 
@@ -38,6 +40,9 @@ class Driver(Protocol):
     caps: Caps
     parallel: int
     requests: Counter[str]
+
+    def attach(self, staging: memoryview) -> None:
+        """Learn the memory that values are put from and got into; called once, before all else."""
 
     async def put(
         self, name: str, value: memoryview, deadline: float, *, replace: bool = False
@@ -75,6 +80,28 @@ class Driver(Protocol):
 
     async def close(self) -> None:
         """Give up connections."""
+
+
+_QUIET_S = 10.0
+_log = get_logger("kvhearth.remote")
+
+
+class Complaints:
+    """Log of a library's errors, which outcomes do not tell: one line of a kind in ten seconds."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def tell(self, outcome: Outcome, error: BaseException) -> Outcome:
+        """Log an error whose outcome is a failure; return the outcome."""
+        now = time.monotonic()
+        if isinstance(outcome, Failed):
+            kind = outcome.reason.value
+            if now - self._told.get(kind, -_QUIET_S) >= _QUIET_S:
+                self._told[kind] = now
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                _log.warning("remote.request_failed", reason=kind, error=lines[0][:300])
+        return outcome
 
 
 TIMEOUT: Outcome = Failed(Failure.TIMEOUT)

@@ -27,6 +27,7 @@ from kvhearth_server.tiers.remote.helper.drivers.base import (
     DENIED,
     TIMEOUT,
     UNREACHABLE,
+    Complaints,
     Listed,
     Refused,
 )
@@ -55,11 +56,15 @@ class ObjectDriver:
         self.caps = Caps(_VALUE_BYTES_MAX, evicts=False, durable=True, creates_once=True)
         self.requests: Counter[str] = Counter()
         self._prefix = f"{url.prefix}/" if url.prefix else ""
+        self._complaints = Complaints()
         self._create = True
         try:
             self._store = _open(url)
         except (BaseError, OSError, ValueError) as error:
             raise Refused(f"{url.place} cannot be opened: {first_line(error)}") from None
+
+    def attach(self, staging: memoryview) -> None:
+        """See ``base.Driver``."""
 
     async def put(
         self, name: str, value: memoryview, deadline: float, *, replace: bool = False
@@ -80,7 +85,7 @@ class ObjectDriver:
             return Done()
         except (BaseError, OSError, TimeoutError) as error:
             if not creating or not _unsupported(error):
-                return outcome_of(error)
+                return self._complaints.tell(outcome_of(error), error)
             self._create = False
             self.caps = replace_caps(self.caps, creates_once=False)
             return await self.put(name, value, deadline, replace=True)
@@ -107,7 +112,7 @@ class ObjectDriver:
                     return Corrupt("remote")
                 return memoryview(await found.bytes_async())
         except (BaseError, OSError, TimeoutError) as error:
-            return outcome_of(error)
+            return self._complaints.tell(outcome_of(error), error)
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
         """See ``base.Driver``."""
@@ -118,7 +123,7 @@ class ObjectDriver:
         try:
             found = await _by(deadline, obstore.head_async(self._store, self._prefix + name))
         except (BaseError, OSError, TimeoutError) as error:
-            return outcome_of(error)
+            return self._complaints.tell(outcome_of(error), error)
         return Done() if found["size"] == size else Missing()
 
     async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
@@ -129,7 +134,7 @@ class ObjectDriver:
         try:
             await _by(deadline, obstore.delete_async(self._store, paths))
         except (BaseError, OSError, TimeoutError) as error:
-            outcome = outcome_of(error)
+            outcome = self._complaints.tell(outcome_of(error), error)
             if isinstance(outcome, Missing) and len(names) > 1:
                 # A directory's driver ends at the first one that is not there.
                 rows = [await self.delete([name], deadline) for name in names]

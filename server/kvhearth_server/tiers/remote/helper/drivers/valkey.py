@@ -33,6 +33,7 @@ from kvhearth_server.tiers.remote.helper.drivers.base import (
     DENIED,
     TIMEOUT,
     UNREACHABLE,
+    Complaints,
     Listed,
     Refused,
 )
@@ -64,6 +65,7 @@ class ValkeyDriver:
     def __init__(self, url: RemoteUrl) -> None:
         self.caps = Caps(_VALUE_BYTES_MAX, evicts=True, durable=False, creates_once=False)
         self.requests: Counter[str] = Counter()
+        self._complaints = Complaints()
         self._url = url
         self._prefix = f"{url.prefix}/" if url.prefix else ""
         self._pool = ThreadPoolExecutor(2 * self.parallel, "kvhearth-valkey")
@@ -104,9 +106,12 @@ class ValkeyDriver:
             try:
                 return call(self._client(deadline))
             except exceptions.GlideError as error:
-                return outcome_of(error)
+                return self._complaints.tell(outcome_of(error), error)
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+
+    def attach(self, staging: memoryview) -> None:
+        """See ``base.Driver``."""
 
     async def put(
         self, name: str, value: memoryview, deadline: float, *, replace: bool = False
