@@ -36,7 +36,8 @@ class GroupResult:
         present: (n,) known on any tier.
         ready: (n,) in DRAM and checksummed.
         leased: (n,) held by the lease.
-        tiers: (n,) a ``model.Tier`` each.
+        tiers: (n,) a ``model.Tier`` each; a block that is ``REMOTE`` but not present is being asked
+            about.
         extents: (leased.sum() * shards,) ``EXTENT_DTYPE``, in key order, shards of a block in rank
             order.
     """

@@ -16,7 +16,7 @@ from kvhearth_server.core.shares import Share
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.observability.timings import CallTimings, Histogram
-from kvhearth_server.tiers.base import TierFigures
+from kvhearth_server.tiers.base import RemoteFigures, TierFigures
 
 EVICTED_MAX = 128
 """Blocks of one portion; each takes some 10 microseconds."""
@@ -210,7 +210,8 @@ class SsdNow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of the daemon at one moment. ``ssd`` is None without such a tier. The five fields
+    """State of the daemon at one moment. ``ssd`` is None without such a tier; ``publishing_blocks``
+    wait to be published to ``remotes``. The five fields
     before ``shares`` are the daemon's own objects, to be read at once.
     """
 
@@ -238,6 +239,8 @@ class Snapshot:
     timings: CallTimings
     eviction_ages: Histogram
     shares: Sequence[ShareNow] = ()
+    remotes: Sequence[RemoteFigures] = ()
+    publishing_blocks: int = 0
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
@@ -276,6 +279,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
         timings=engine.timings,
         eviction_ages=engine.eviction_ages,
         shares=take_shares(engine),
+        remotes=() if engine.tiering is None else engine.tiering.tier.remote_figures(),
+        publishing_blocks=engine.core.publishing.waiting,
     )
 
 

@@ -10,6 +10,7 @@ rule of this module.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -153,12 +154,15 @@ class LoadBatch:
         places: ``ADDRESS_DTYPE`` (n, shards): whole pages of 4 KiB that hold a shard each. They
             belong to the tier until the batch's last completion.
         is_use: whether the load shows that the blocks are in demand and worth keeping.
+        wait_s: seconds for which somebody waits for the blocks; a shared tier begins no load that
+            would take longer.
     """
 
     family: BlockSpec
     keys: list[bytes]
     places: Records
     is_use: bool = field(default=True, kw_only=True)
+    wait_s: float = field(default=math.inf, kw_only=True)
 
     def __post_init__(self) -> None:
         shape = (len(self.keys), self.family.shards)
@@ -176,11 +180,13 @@ class StoreBatch(LoadBatch):
         checksums: xxh3_128 of each shard, ``V16`` (n, shards).
         sequences: the core's commit sequence of each block, u64 (n,).
         parents: sequence of the block that each one continues, 0 for none, u64 (n,).
+        parent_keys: keys of these, empty for none; for shared tiers, other stores leave them out.
     """
 
     checksums: Records
     sequences: U64
     parents: U64
+    parent_keys: list[bytes] = field(default_factory=list, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,6 +195,8 @@ class StoreBatch(LoadBatch):
             raise ValueError(f"checksums must be V{CHECKSUM_BYTES} of shape {self.places.shape}")
         if self.sequences.shape != (len(self.keys),) or self.parents.shape != (len(self.keys),):
             raise ValueError("sequences and parents must have one number a block")
+        if self.parent_keys and len(self.parent_keys) != len(self.keys):
+            raise ValueError("parent_keys must be empty or have one key a block")
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -202,12 +210,15 @@ class Facts:
         present: blocks found with the right epoch, length and shard count, shape (n,).
         checksums: ``V16`` (n, shards).
         sequences, parents: u64 (n,), as they were stored.
+        asking: blocks of which a shared tier does not know yet whether it has them, (n,); None for
+            none.
     """
 
     present: Bools
     checksums: Records
     sequences: U64
     parents: U64
+    asking: Bools | None = None
 
     @classmethod
     def none(cls, family: BlockSpec, count: int) -> Facts:
@@ -228,11 +239,19 @@ class Completion:
         final: the slots belong to the caller again. A completion that is not final means that the
             device holds on to its rows (``Failed("stuck")``): callers should stop waiting for
             them, but must not use their slots before the final completion.
+        released: of a store: its slots belong to the caller again, although its outcomes are yet
+            to come; such a completion is not final and has no parts.
+        facts: of a load from a tier whose ``look_up`` does not know them, as they were read: rows
+            that were not loaded are zero; None where ``look_up`` tells.
+        parent_keys: then also the keys of the blocks that these continue, empty for none.
     """
 
     ticket: int
     parts: list[tuple[Outcome, I64]]
     final: bool = True
+    released: bool = False
+    facts: Facts | None = None
+    parent_keys: list[bytes] = field(default_factory=list)
 
     def rows(self, kind: type[Outcome]) -> I64:
         """Return the rows whose outcome has type ``kind``, in order."""
@@ -278,6 +297,10 @@ class Counts:
 
     def __getitem__(self, name: str) -> int:
         return self.values.get(name, 0)
+
+
+REMOTE = "remote"
+"""``Kind.about`` of a shared tier's problems; their ``directory`` is the remote's name."""
 
 
 class Kind(NamedTuple):
@@ -368,6 +391,49 @@ class TierFigures:
         return self.counts.get(name, 0)
 
 
+@dataclass(frozen=True)
+class RemoteFigures:
+    """Figures of a remote at one moment.
+
+    Attributes:
+        name: the remote's URL without secrets.
+        problem: what does not work, as a sentence; empty for nothing.
+        breaker_open: whether its breaker is open.
+        mover_up: whether its helper process runs.
+        mover_restarts: helper processes that were started again.
+        staging_bytes, staging_free_bytes: size of the staging memory, and what of it is free.
+        cache_entries, cache_entries_max: entries of the existence cache.
+        asking: bisections under way.
+        reading, writing: batches under way.
+        round_trip_s, read_bytes_per_s: moving averages.
+        cost: estimate from the configured prices, since the start.
+        counts: the tier's counters since the start, and the mover's as ``mover_NAME``.
+        seconds: time of requests by kind.
+    """
+
+    name: str
+    problem: str
+    breaker_open: bool
+    mover_up: bool
+    mover_restarts: int
+    staging_bytes: int
+    staging_free_bytes: int
+    cache_entries: int
+    cache_entries_max: int
+    asking: int
+    reading: int
+    writing: int
+    cost: float
+    round_trip_s: float
+    read_bytes_per_s: float
+    counts: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+    def count(self, name: str) -> int:
+        """Return a counter; 0 where nothing was counted."""
+        return self.counts.get(name, 0)
+
+
 @dataclass(eq=False)
 class Offer:
     """Blocks that a tier drops next, for the tier behind it to copy first.
@@ -394,6 +460,23 @@ class TierShares:
     owner_of: Callable[[bytes, int], str]
     floors: Mapping[str, float]
     write_floors: Mapping[str, float]
+
+
+class Identity(NamedTuple):
+    """What names a namespace's blocks at a shared tier.
+
+    Attributes:
+        contract: the contract's canonical JSON.
+        label: name of the weights; empty for those of the contract.
+    """
+
+    tenant: str
+    contract: str
+    label: str
+
+
+Identify = Callable[[BlockSpec], Identity | None]
+"""Returns the identity of a family's blocks; None if a shared tier must not have them."""
 
 
 @dataclass(frozen=True)
@@ -427,6 +510,16 @@ class Tier(Protocol):
     @property
     def batch_blocks_max(self) -> int:
         """Most blocks of a batch; larger ones are a ValueError."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether other daemons use the tier, too.
+
+        A shared tier is behind all others. Blocks are published to it, not demoted: a store may be
+        refused at any time. Its contents are not listed, ``look_up`` may be wrong, a load ends at
+        its first miss, and completions bring the facts.
+        """
+        return False
 
     @property
     def queue_reads(self) -> int:
@@ -470,6 +563,12 @@ class Tier(Protocol):
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """Return the facts of blocks without reading them; this does not count as a use."""
 
+    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+        """Return the facts of a chain's blocks, root first, for a lookup; never waits. A shared
+        tier begins to find out what it does not know.
+        """
+        return self.look_up(family, keys)
+
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
         """Take one short step through all stored blocks, without reading any.
 
@@ -506,6 +605,10 @@ class Tier(Protocol):
         Args:
             bytes_per_day: a new write budget, 0 for no bound; None keeps the present one.
         """
+
+    def use_identities(self, identify: Identify) -> None:
+        """Name blocks by this function from now on, if the tier is shared; it has none before."""
+        return
 
     def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
         """Return the use by tenant; empty for a tier that tenants do not share by parts."""
@@ -563,6 +666,10 @@ class Tier(Protocol):
     def figures(self) -> TierFigures | None:
         """Return the current figures of a tier of files; None for any other. Never waits."""
         return None
+
+    def remote_figures(self) -> list[RemoteFigures]:
+        """Return the current figures of each remote; none for any other tier. Never waits."""
+        return []
 
     # -- the end -----------------------------------------------------------------------------------
 

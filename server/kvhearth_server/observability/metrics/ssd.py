@@ -362,7 +362,10 @@ _BETWEEN: tuple[Metric, ...] = (
         "Hits that became misses.",
         "promotion_failed",
         "reason",
-        usual={"cancelled", "degraded", "io", "missing", "no_room", "queue", "short", "stuck"},
+        usual={
+            *("cancelled", "degraded", "denied", "io", "missing", "no_room", "open", "queue"),
+            *("short", "stuck", "timeout", "unreachable"),
+        },
         unit="blocks",
     ),
     counter(

@@ -112,6 +112,7 @@ class MoverState:
         restarts: helper processes that were started again, since the daemon's start.
         staging_bytes, staging_free_bytes: size of the staging memory, and what of it is free.
         counts: counters by name; they only rise.
+        alone: whether no helper of an earlier daemon can write to the arena any more.
     """
 
     up: bool
@@ -121,6 +122,7 @@ class MoverState:
     staging_bytes: int
     staging_free_bytes: int
     counts: Mapping[str, int]
+    alone: bool = True
 
 
 class Mover(Protocol):

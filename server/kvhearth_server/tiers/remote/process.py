@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvhearth.errors import KVHearthError
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import (
     Counts,
@@ -224,6 +225,7 @@ class ProcessMover:
             self._staging.size,
             self._staging.free_bytes,
             self._counts.values,
+            self._starts > 0,  # its locks are free only once an earlier one is gone
         )
 
     def _many_kills(self) -> str:
@@ -253,8 +255,9 @@ class ProcessMover:
                     stdin=subprocess.PIPE,
                     pass_fds=[theirs.fileno(), *(fd for fd, _ in regions)],
                 )
-            except OSError as error:
-                # Out of descriptors or processes: the daemon goes on, and tries again.
+            except (OSError, KVHearthError) as error:
+                # Out of descriptors or processes, or a dead daemon's helper still maps the arena:
+                # the daemon goes on, and tries again.
                 self._problem = f"no helper process for {self.url.place} can be started: {error}"
                 self._later()
                 return
