@@ -41,7 +41,7 @@ class MoverDesk:
             fleet_key,
             [self.segment],
             changes.pop("staging_bytes", STAGING_BYTES),
-            log_level="error",
+            log_level=changes.pop("log_level", "error"),
             **changes,
         )
         self.answers: list[Answer] = []

@@ -79,7 +79,17 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import admin, config, doctor, gateway, serve, show, stats, tokens
+    from kvhearth_server.cli import (
+        admin,
+        config,
+        doctor,
+        gateway,
+        remote,
+        serve,
+        show,
+        stats,
+        tokens,
+    )
 
     app = typer.Typer(
         name="kvhearth",
@@ -108,6 +118,15 @@ def build() -> typer.Typer:
     identities.command("new", epilog=tokens.NEW_EPILOG)(tokens.new)
     identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
     app.add_typer(identities, name="token")
+    remotes = typer.Typer(
+        help="Show or remove what a remote tier holds.",
+        epilog=remote.USAGE_EPILOG,
+        no_args_is_help=True,
+    )
+    remotes.command("usage", epilog=remote.USAGE_EPILOG)(remote.usage)
+    remotes.command("sweep", epilog=remote.SWEEP_EPILOG)(remote.sweep)
+    remotes.command("purge", epilog=remote.PURGE_EPILOG)(remote.purge)
+    app.add_typer(remotes, name="remote")
     app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)

@@ -7,6 +7,7 @@ lineage: hosts with the same key, tenant, contract and weights label find each o
 from __future__ import annotations
 
 import hmac
+import secrets
 
 LAYOUT = "1"
 """Version of the names' layout, a part of every name."""
@@ -50,6 +51,16 @@ def is_object_name(name: str) -> bool:
 def fleet_mark(fleet_key: bytes) -> bytes:
     """Return the content of the object ``1/fleet``, by which a daemon with another key is told."""
     return b"kvhearth fleet 1 " + _mac(fleet_key, b"kvhearth fleet mark").hex().encode() + b"\n"
+
+
+def is_probe_name(name: str) -> bool:
+    """Whether a name below the prefix is that of a probe's value."""
+    return name.startswith(f"{LAYOUT}/probe-")
+
+
+def probe_name() -> str:
+    """Return a new name for a probe's value."""
+    return f"{LAYOUT}/probe-{secrets.token_hex(8)}"
 
 
 MARK_NAME = f"{LAYOUT}/fleet"

@@ -122,6 +122,9 @@ class ProcessMover:
         staging_bytes: memory of the helper through which all bytes pass.
         index: number of this remote in the daemon, from 0.
         log_level, log_format: of the helper's log.
+
+    Attributes:
+        starting: the state's problem while there is none but that a helper starts.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class ProcessMover:
         log_format: str = "auto",
     ) -> None:
         self.url = url
+        self.starting = f"the helper process of {url.place} starts"
         self._fleet_key = fleet_key
         self._regions = regions
         self._lock_byte = _LOCK_BYTE + index
@@ -219,7 +223,7 @@ class ProcessMover:
         up = caps is not None and child is not None and not (child.killed or child.ended)
         return MoverState(
             up,
-            self._many_kills() or self._problem or ("" if up else "its helper process starts"),
+            self._many_kills() or self._problem or ("" if up else self.starting),
             caps,
             max(self._starts - 1, 0),
             self._staging.size,

@@ -27,8 +27,14 @@ def open_driver(url: RemoteUrl) -> Driver:
         Refused: its library is not installed, or it cannot be opened as the URL says.
     """
     try:
-        if url.scheme in _SERVERS:
-            raise Refused(f"{url.scheme}:// is not served yet; use a bucket")
+        if url.scheme in ("valkey", "valkeys"):
+            from kvhearth_server.tiers.remote.helper.drivers.valkey import ValkeyDriver
+
+            return ValkeyDriver(url)
+        if url.scheme == "mooncake":
+            from kvhearth_server.tiers.remote.helper.drivers.mooncake import MooncakeDriver
+
+            return MooncakeDriver(url)
         from kvhearth_server.tiers.remote.helper.drivers.objects import ObjectDriver
 
         return ObjectDriver(url)
@@ -55,6 +61,7 @@ async def serve(message: dict[str, object]) -> None:
         await asyncio.get_running_loop().sock_sendall(connection, frame)
         return
     memory = Memory([(fd, size) for fd, size in regions], int(str(message["staging_bytes"])))
+    driver.attach(memory.staging)
     await Service(connection, driver, memory, fleet_key, url.place).run()
 
 

@@ -62,6 +62,11 @@ class Memory:
         self._regions = [np.asarray(SharedMapping(fd, size)) for fd, size in regions]
         self._staging = _staging(staging_bytes)
 
+    @property
+    def staging(self) -> memoryview:
+        """The staging memory."""
+        return self._staging.data
+
     def staged(self, offset: int, size: int) -> U8:
         """Return a place in staging."""
         return self._staging[offset : offset + size]

@@ -7,7 +7,7 @@ import time
 
 from kvhearth_server.tiers.base import Done, Failed, Failure, Missing, Outcome
 from kvhearth_server.tiers.remote.helper.drivers.base import Driver, Refused
-from kvhearth_server.tiers.remote.names import LAYOUT, MARK_NAME, fleet_mark
+from kvhearth_server.tiers.remote.names import MARK_NAME, fleet_mark, probe_name
 
 PROBE_S = 5.0
 _BYTES = 4096
@@ -36,10 +36,10 @@ async def probe(driver: Driver, place: str, fleet_key: bytes) -> None:
         Refused: the remote must not be used before somebody has done as the text says.
         Unavailable: the remote does not answer or fails.
     """
-    name, value = f"{LAYOUT}/probe-{secrets.token_hex(8)}", secrets.token_bytes(_BYTES)
+    name, value = probe_name(), secrets.token_bytes(_BYTES)
     _check(await driver.put(name, memoryview(value), _soon()), place, "a write")
     try:
-        found = await driver.get(name, memoryview(bytearray(_BYTES)), _soon())
+        (found,) = await driver.get([name], [memoryview(bytearray(_BYTES))], _soon())
         if isinstance(found, memoryview) and found != value:
             raise Refused(f"{place} returns other bytes than were written; use another server")
         if isinstance(found, Missing):
@@ -57,10 +57,10 @@ async def probe(driver: Driver, place: str, fleet_key: bytes) -> None:
 
 async def _mark(driver: Driver, place: str, ours: bytes) -> None:
     into = memoryview(bytearray(len(ours)))
-    found = await driver.get(MARK_NAME, into, _soon())
+    (found,) = await driver.get([MARK_NAME], [into], _soon())
     if isinstance(found, Missing):
         _check(await driver.put(MARK_NAME, memoryview(ours), _soon()), place, "a write")
-        found = await driver.get(MARK_NAME, into, _soon())
+        (found,) = await driver.get([MARK_NAME], [into], _soon())
     if isinstance(found, memoryview) and found == ours:
         return
     if isinstance(found, Failed):

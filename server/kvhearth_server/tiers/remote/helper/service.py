@@ -7,9 +7,9 @@ import contextlib
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -217,35 +217,44 @@ class Service:
         parents = [b""] * count
         first_miss = count
 
-        async def row(index: int) -> Outcome:
+        outcomes: list[Outcome] = [Missing()] * count
+
+        async def finish(index: int, found: memoryview | Outcome) -> None:
             nonlocal first_miss
+            outcome: Outcome = Done()
+            if isinstance(found, memoryview):
+                name = Name(request.space, request.family, request.keys[index])
+                record = np.frombuffer(found, np.uint8)
+                head: RecordHead | Doubt = await self._copied(
+                    size, self._memory.unstage, name, record, request.places[index]
+                )
+                if isinstance(head, Doubt):
+                    self._counts[f"doubt_{head.value}"] += 1
+                    outcome = head.outcome
+                else:
+                    self._counts["get_bytes"] += size
+                    sums[index], parents[index] = head.checksums, head.parent
+            else:
+                outcome = found
+            if isinstance(outcome, Missing):
+                first_miss = min(first_miss, index)
+            outcomes[index] = outcome
+
+        async def portion(rows: range) -> None:
             async with self._slots[Get]:
-                if index > first_miss:
-                    return Missing()
+                if rows[0] > first_miss:
+                    return
                 if (gone := self._gone(work)) is not None:
-                    return gone
-                into = self._memory.staged(work.offsets[index], size)
-                found = await self._driver.get(names[index], into.data, work.deadline)
-            if not isinstance(found, memoryview):
-                if isinstance(found, Missing):
-                    first_miss = min(first_miss, index)
-                return found
-            name = Name(request.space, request.family, request.keys[index])
-            record = np.frombuffer(found, np.uint8)
-            head: RecordHead | Doubt = await self._copied(
-                size, self._memory.unstage, name, record, request.places[index]
-            )
-            if isinstance(head, Doubt):
-                self._counts[f"doubt_{head.value}"] += 1
-                if isinstance(head.outcome, Missing):
-                    first_miss = min(first_miss, index)
-                return head.outcome
-            self._counts["get_bytes"] += size
-            sums[index], parents[index] = head.checksums, head.parent
-            return Done()
+                    outcomes[rows[0] : rows[-1] + 1] = [gone] * len(rows)
+                    return
+                into = [self._memory.staged(work.offsets[row], size).data for row in rows]
+                found = await self._driver.get([names[row] for row in rows], into, work.deadline)
+            await _all(finish(row, each) for row, each in zip(rows, found, strict=True))
 
         began = time.monotonic()
-        outcomes = await _all(row(index) for index in range(count))
+        step = self._driver.portion(size)
+        portions = [range(at, min(at + step, count)) for at in range(0, count, step)]
+        await _all(portion(rows) for rows in portions)
         self._counts["get_ms"] += round(1000 * (time.monotonic() - began))
         for index in range(first_miss, count):
             outcomes[index], parents[index] = Missing(), b""
@@ -253,11 +262,13 @@ class Service:
         return Results(outcomes, sums, parents)
 
 
-async def _all(rows: Any) -> list[Outcome]:
+_T = TypeVar("_T")
+
+
+async def _all(rows: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run rows side by side; a batch is over when its last row is."""
-    each: list[Coroutine[Any, Any, Outcome] | Awaitable[Outcome]] = list(rows)
-    found = await asyncio.gather(*each, return_exceptions=True)
-    for outcome in found:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return [outcome for outcome in found if not isinstance(outcome, BaseException)]
+    found = await asyncio.gather(*rows, return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return [each for each in found if not isinstance(each, BaseException)]

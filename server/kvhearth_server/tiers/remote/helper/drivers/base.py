@@ -6,10 +6,12 @@ ends the process where it does not. Outcomes are values: a driver translates its
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
+from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import Failed, Failure, Outcome
 from kvhearth_server.tiers.remote.mover import Caps
 
@@ -39,6 +41,9 @@ class Driver(Protocol):
     parallel: int
     requests: Counter[str]
 
+    def attach(self, staging: memoryview) -> None:
+        """Learn the memory that values are put from and got into; called once, before all else."""
+
     async def put(
         self, name: str, value: memoryview, deadline: float, *, replace: bool = False
     ) -> Outcome:
@@ -48,12 +53,18 @@ class Driver(Protocol):
             deadline: ``time.monotonic()`` by which it ends.
         """
 
-    async def get(self, name: str, into: memoryview, deadline: float) -> memoryview | Outcome:
-        """Return a value, in ``into`` or in memory of the library's; an outcome if there is none.
+    def portion(self, size: int) -> int:
+        """Return the number of values of ``size`` bytes that one call of ``get`` should take."""
+
+    async def get(
+        self, names: Sequence[str], into: Sequence[memoryview], deadline: float
+    ) -> list[memoryview | Outcome]:
+        """Return values, in ``into`` or in memory of the library's; an outcome for each that it
+        does not have.
 
         Args:
-            into: memory of the expected size. A value of another size may be cut off, one byte
-                longer than this at most, and is returned as it is.
+            into: memory of the expected size for each. A value of another size is ``Corrupt``, or
+                returned as it is.
         """
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
@@ -69,6 +80,28 @@ class Driver(Protocol):
 
     async def close(self) -> None:
         """Give up connections."""
+
+
+_QUIET_S = 10.0
+_log = get_logger("kvhearth.remote")
+
+
+class Complaints:
+    """Log of a library's errors, which outcomes do not tell: one line of a kind in ten seconds."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def tell(self, outcome: Outcome, error: BaseException) -> Outcome:
+        """Log an error whose outcome is a failure; return the outcome."""
+        now = time.monotonic()
+        if isinstance(outcome, Failed):
+            kind = outcome.reason.value
+            if now - self._told.get(kind, -_QUIET_S) >= _QUIET_S:
+                self._told[kind] = now
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                _log.warning("remote.request_failed", reason=kind, error=lines[0][:300])
+        return outcome
 
 
 TIMEOUT: Outcome = Failed(Failure.TIMEOUT)

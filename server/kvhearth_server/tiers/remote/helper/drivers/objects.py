@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace as replace_caps
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from kvhearth_server.tiers.remote.helper.drivers.base import (
     DENIED,
     TIMEOUT,
     UNREACHABLE,
+    Complaints,
     Listed,
     Refused,
 )
@@ -54,11 +56,15 @@ class ObjectDriver:
         self.caps = Caps(_VALUE_BYTES_MAX, evicts=False, durable=True, creates_once=True)
         self.requests: Counter[str] = Counter()
         self._prefix = f"{url.prefix}/" if url.prefix else ""
+        self._complaints = Complaints()
         self._create = True
         try:
             self._store = _open(url)
         except (BaseError, OSError, ValueError) as error:
             raise Refused(f"{url.place} cannot be opened: {first_line(error)}") from None
+
+    def attach(self, staging: memoryview) -> None:
+        """See ``base.Driver``."""
 
     async def put(
         self, name: str, value: memoryview, deadline: float, *, replace: bool = False
@@ -77,17 +83,26 @@ class ObjectDriver:
             await _by(deadline, sending)
         except (AlreadyExistsError, PreconditionError):
             return Done()
-        except NotSupportedError:
-            if not creating:
-                return Failed(Failure.IO)
-            self._create = False
-            return await self.put(name, value, deadline, replace=True)
         except (BaseError, OSError, TimeoutError) as error:
-            return outcome_of(error)
+            if not creating or not _unsupported(error):
+                return self._complaints.tell(outcome_of(error), error)
+            self._create = False
+            self.caps = replace_caps(self.caps, creates_once=False)
+            return await self.put(name, value, deadline, replace=True)
         return Done()
 
-    async def get(self, name: str, into: memoryview, deadline: float) -> memoryview | Outcome:
+    def portion(self, size: int) -> int:
         """See ``base.Driver``."""
+        return 1
+
+    async def get(
+        self, names: Sequence[str], into: Sequence[memoryview], deadline: float
+    ) -> list[memoryview | Outcome]:
+        """See ``base.Driver``."""
+        pairs = zip(names, into, strict=True)
+        return [await self._get(name, view, deadline) for name, view in pairs]
+
+    async def _get(self, name: str, into: memoryview, deadline: float) -> memoryview | Outcome:
         self.requests["get"] += 1
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
@@ -97,7 +112,7 @@ class ObjectDriver:
                     return Corrupt("remote")
                 return memoryview(await found.bytes_async())
         except (BaseError, OSError, TimeoutError) as error:
-            return outcome_of(error)
+            return self._complaints.tell(outcome_of(error), error)
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
         """See ``base.Driver``."""
@@ -108,21 +123,23 @@ class ObjectDriver:
         try:
             found = await _by(deadline, obstore.head_async(self._store, self._prefix + name))
         except (BaseError, OSError, TimeoutError) as error:
-            return outcome_of(error)
+            return self._complaints.tell(outcome_of(error), error)
         return Done() if found["size"] == size else Missing()
 
     async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
         """See ``base.Driver``."""
-        return list(await asyncio.gather(*(self._delete(each, deadline) for each in names)))
-
-    async def _delete(self, name: str, deadline: float) -> Outcome:
         self.requests["delete"] += 1
+        paths = [self._prefix + name for name in names]
+        outcome: Outcome = Done()
         try:
-            await _by(deadline, obstore.delete_async(self._store, self._prefix + name))
+            await _by(deadline, obstore.delete_async(self._store, paths))
         except (BaseError, OSError, TimeoutError) as error:
-            outcome = outcome_of(error)
-            return Done() if isinstance(outcome, Missing) else outcome
-        return Done()
+            outcome = self._complaints.tell(outcome_of(error), error)
+            if isinstance(outcome, Missing) and len(names) > 1:
+                # A directory's driver ends at the first one that is not there.
+                rows = [await self.delete([name], deadline) for name in names]
+                return [row for (row,) in rows]
+        return [Done() if isinstance(outcome, Missing) else outcome] * len(names)
 
     async def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
         """See ``base.Driver``."""
@@ -139,6 +156,11 @@ class ObjectDriver:
 
     async def close(self) -> None:
         """See ``base.Driver``."""
+
+
+def _unsupported(error: BaseException) -> bool:
+    """Whether the server does not know conditional writes."""
+    return isinstance(error, NotSupportedError) or "status code: 501" in str(error)
 
 
 async def _by(deadline: float, waiting: Awaitable[_T]) -> _T:
@@ -167,9 +189,8 @@ def outcome_of(error: BaseException) -> Outcome:
         return DENIED
     if "NoSuchBucket" in text or "RequestTimeTooSkewed" in text:
         return DENIED
-    if "server error" in text.lower() or "status" in text.lower():
-        return Failed(Failure.IO)
-    return UNREACHABLE
+    answered = "non-2xx status" in text or "Header missing" in text
+    return Failed(Failure.IO) if answered else UNREACHABLE
 
 
 def _open(url: RemoteUrl) -> Any:
