@@ -47,7 +47,7 @@ _PROMOTION_S = 2.0
 _SUSPECTS_S = 8.0
 """Time for blocks that need not be there; the required blocks have their whole time after it."""
 _KEEP_NUMBERS = 4000
-_LEFT_MAX = 6
+_LEFT_MAX = 2
 """Most leases and reservations that a session leaves behind."""
 _DONE_S = 20.0
 _STORE_WAIT_S = 0.4
