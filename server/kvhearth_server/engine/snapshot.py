@@ -182,8 +182,8 @@ class EngineNow:
         reserved_bytes, quarantined_bytes: memory that it may write, and that it may still write
             although it left.
         heartbeat_age_s: time since the last heartbeat of the process that is silent for longest.
-        load_bytes, store_bytes, asked_tokens, hit_tokens, fallbacks: as its attached processes
-            report them, since they began.
+        load_bytes, store_bytes, fallbacks: as its attached processes report them, since they began.
+        asked_tokens, hit_tokens: tokens that its lookups named, and that memory could restore.
     """
 
     engine_id: str
@@ -426,13 +426,24 @@ def _engine(engine: Engine, group: Group, tenant: str, name: str) -> EngineNow:
         reserved_bytes=group.stock_bytes,
         quarantined_bytes=group.quarantined_bytes,
         heartbeat_age_s=max(silent, default=0.0),
+        asked_tokens=group.asked_tokens,
+        hit_tokens=group.hit_tokens,
         **{each: sums[each] for each in _REPORTED},
     )
 
 
-_REPORTED = ("load_bytes", "store_bytes", "asked_tokens", "hit_tokens", "fallbacks")
+_REPORTED = ("load_bytes", "store_bytes", "fallbacks")
 _WORST = ("oldest_lease_s", "heartbeat_age_s", "incarnation")
-_SUMS = (*_REPORTED, "ranks", "attached", "leases", "reserved_bytes", "quarantined_bytes")
+_SUMS = (
+    *_REPORTED,
+    "asked_tokens",
+    "hit_tokens",
+    "ranks",
+    "attached",
+    "leases",
+    "reserved_bytes",
+    "quarantined_bytes",
+)
 
 
 def _joined(one: EngineNow, other: EngineNow) -> EngineNow:

@@ -26,6 +26,8 @@ RATES = (
     "lookup_keys",
     "hit_keys",
     "below_keys",
+    "asked_tokens",
+    "hit_tokens",
     "leased_bytes",
     "stored_bytes",
     "demoted_bytes",
