@@ -210,7 +210,9 @@ def _hits(view: View, before: View | None) -> RenderableType:
 
 def _tiers(found: admin_pb2.StatsResponse) -> Table:
     """Return a row with a bar for each tenant's memory and each SSD directory."""
-    shown = table("tier", "", "used", "of", "held", "quarantined", right=("used", "of", "held", "quarantined"))
+    shown = table(
+        "tier", "", "used", "of", "held", "quarantined", right=("used", "of", "held", "quarantined")
+    )
     for part in found.segments[:_MEMORY_ROWS]:
         used = part.bytes - part.free_bytes
         bar = ProgressBar(total=part.bytes or 1, completed=used, width=_BAR_COLUMNS)
