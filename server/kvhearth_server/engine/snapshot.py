@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -270,7 +271,18 @@ class Snapshot:
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
-        return sum(count for (each, _), count in self.counts.items() if each == name)
+        return sum(self.labelled(name).values())
+
+    def labelled(self, name: str) -> Mapping[str, int]:
+        """Return one counter by its label's values, "" for a counter without a label."""
+        return self._by_name.get(name, {})
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for (name, label), count in self.counts.items():
+            found.setdefault(name, {})[label] = count
+        return found
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
