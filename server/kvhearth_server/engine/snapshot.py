@@ -230,11 +230,13 @@ class SsdNow:
         tier: figures that the tier reports.
         demoting_blocks: blocks that are queued or being written.
         promoting_blocks: blocks that are being loaded.
+        promotion_seconds: times of batches of promotions, or None.
     """
 
     tier: TierFigures
     demoting_blocks: int
     promoting_blocks: int
+    promotion_seconds: Histogram | None = None
 
 
 @dataclass(frozen=True)
@@ -372,7 +374,7 @@ def take_ssd(engine: Engine) -> SsdNow | None:
     figures = tiering.tier.figures() if tiering is not None else None
     if tiering is None or figures is None:
         return None
-    return SsdNow(figures, tiering.writing, tiering.promoting)
+    return SsdNow(figures, tiering.writing, tiering.promoting, tiering.promotion_seconds)
 
 
 def _segments(engine: Engine) -> list[SegmentNow]:

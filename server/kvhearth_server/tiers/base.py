@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Bools, Records
+from kvhearth_server.observability.timings import Histogram
 
 NAMESPACE_BYTES = 32
 KEY_BYTES_MAX = 64
@@ -313,6 +314,7 @@ class TierFigures:
         read_latency_s, read_bytes_per_s: moving averages.
         budget_left_bytes: bytes that may be written now; None without a budget.
         counts: the tier's counters since the start, by name.
+        io_seconds: time of requests in the kernel and on the drives, by direction: read, write.
     """
 
     interface: str
@@ -331,6 +333,7 @@ class TierFigures:
     read_bytes_per_s: float
     budget_left_bytes: int | None
     counts: Mapping[str, int]
+    io_seconds: Mapping[str, Histogram] = field(default_factory=dict)
 
     @property
     def capacity_bytes(self) -> int:
