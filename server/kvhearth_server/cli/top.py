@@ -37,7 +37,7 @@ TOP_EPILOG = "Example: kvhearth top; kvhearth top --once --json"
 EVENTS_EPILOG = "Example: kvhearth events; kvhearth events --json | jq -r .reason"
 REFRESH_S = 1.0
 _ROWS_OFF_TERMINAL = 60
-_BAR_COLUMNS = 22
+_BAR_COLUMNS = 12
 _MEMORY_ROWS = 4
 _EVENT_ROWS = 4
 _HEAD_ROWS = 12
@@ -181,8 +181,8 @@ def _drawn(view: View, before: View | None, rows: int) -> RenderableType:
     )
     head.truncate(80, overflow="ellipsis")
     up = (
-        f"up {duration(found.uptime_s)}  boot {short(found.boot_id)}  {found.blocks} blocks  "
-        f"{found.sessions} processes  {found.leases} leases"
+        f"up {duration(found.uptime_s)}  boot {short(found.boot_id)}  blocks {found.blocks}  "
+        f"processes {found.sessions}  leases {found.leases}"
     )
     tiers = _tiers(found)
     events = _events(found.recent[-_EVENT_ROWS:])
