@@ -65,7 +65,7 @@ def get(
         connection.close()
 
 
-SUMS = ("/metrics", "/version", "/v1/stats")
+SUMS = ("/metrics", "/version", "/v1/stats", "/v1/guide")
 ALLOWED = {
     "": [],
     TOKENS[Role.ENGINE]: [],
@@ -84,6 +84,13 @@ def test_roles_over_https(guarded: Daemon, authority: Authority, token: str) -> 
         status, body = get(guarded, authority.path, path, token)
         assert status == (200 if path in ALLOWED[token] else 403), path
         assert not token or token not in body
+
+
+def test_the_page_is_open_and_its_events_are_not(guarded: Daemon, authority: Authority) -> None:
+    for path in ("/", "/docs"):
+        assert get(guarded, authority.path, path)[0] == 200
+    for token in ("", TOKENS[Role.ENGINE]):
+        assert get(guarded, authority.path, "/v1/events", token)[0] == 403
 
 
 def test_plain_http_is_no_way_in(guarded: Daemon) -> None:

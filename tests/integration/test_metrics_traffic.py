@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.cached import CONTRACT, PAGE_BYTES, CachedEngine, cached_engine
+from support.cached import BLOCK_TOKENS, CONTRACT, PAGE_BYTES, CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ask, scraped
 from support.ssd_kit import new_keys
@@ -90,6 +90,31 @@ def test_bytes_and_seconds_of_copies(daemon: Daemon, cached: CachedEngine) -> No
     assert found.of("store_blocks_total", outcome="stored") == 32
     assert found.of("store_bytes_total") == found.of("used_bytes") == 32 * PAGE_BYTES
     assert found.of("leased_bytes_total") == 34 * PAGE_BYTES
+
+
+def test_traffic_by_namespace_and_holders_by_engine(daemon: Daemon, cached: CachedEngine) -> None:
+    keys = new_keys(8)
+    assert cached.store(keys).stored == 8
+    for asked in (keys, [*keys[:4], *new_keys(3)]):
+        found = cached.client.lookup({0: asked})
+    assert found.lease is not None
+    until(lambda: Scrape(daemon).of("lookups_total") == 2, "lookups are posted")
+    scrape = Scrape(daemon)
+    assert scrape.of("namespace_info", tenant="default", model=CONTRACT.model) == 1
+    assert scrape.of("namespace_lookup_blocks_total", result="dram") == 8 + 4
+    assert scrape.of("namespace_lookup_blocks_total", result="miss") == 3
+    assert scrape.of("namespace_store_blocks_total") == 8
+    assert scrape.of("namespace_asked_tokens_total") == 15 * BLOCK_TOKENS
+    assert scrape.of("namespace_hit_tokens_total") == 12 * BLOCK_TOKENS
+    assert scrape.of("lookup_asked_tokens_total") == 15 * BLOCK_TOKENS
+    assert scrape.of("lookup_hit_tokens_total") == 12 * BLOCK_TOKENS
+    assert scrape.of("engine_leases", tenant="default", engine="e") == 2
+    assert 0 < scrape.of("engine_oldest_lease_seconds", engine="e") < 60
+    assert 0 <= scrape.of("engine_heartbeat_age_seconds", engine="e") < 60
+    for _ in range(2 * CAPACITY_BLOCKS // 64):
+        assert cached.store(new_keys(64)).stored == 64
+    scrape = Scrape(daemon)
+    assert scrape.of("namespace_evictions_total") == scrape.of("evictions_total") > 0
 
 
 def test_evictions_have_a_reason_and_an_age(daemon: Daemon, cached: CachedEngine) -> None:

@@ -75,8 +75,9 @@ def an_ssd_tier(**changes: Any) -> SsdNow:
         "read_bytes_per_s": 2e9,
         "budget_left_bytes": 39,
         "counts": counts,
+        "io_seconds": {"read": Histogram(SECONDS_BOUNDS), "write": Histogram(SECONDS_BOUNDS)},
     }
-    return SsdNow(TierFigures(**(values | changes)), 40, 41)
+    return SsdNow(TierFigures(**(values | changes)), 40, 41, Histogram(SECONDS_BOUNDS))
 
 
 def a_remote() -> RemoteFigures:

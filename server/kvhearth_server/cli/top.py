@@ -37,7 +37,7 @@ TOP_EPILOG = "Example: kvhearth top; kvhearth top --once --json"
 EVENTS_EPILOG = "Example: kvhearth events; kvhearth events --json | jq -r .reason"
 REFRESH_S = 1.0
 _ROWS_OFF_TERMINAL = 60
-_BAR_COLUMNS = 22
+_BAR_COLUMNS = 12
 _MEMORY_ROWS = 4
 _EVENT_ROWS = 4
 _HEAD_ROWS = 12
@@ -181,8 +181,8 @@ def _drawn(view: View, before: View | None, rows: int) -> RenderableType:
     )
     head.truncate(80, overflow="ellipsis")
     up = (
-        f"up {duration(found.uptime_s)}  boot {short(found.boot_id)}  {found.blocks} blocks  "
-        f"{found.sessions} processes  {found.leases} leases"
+        f"up {duration(found.uptime_s)}  boot {short(found.boot_id)}  blocks {found.blocks}  "
+        f"processes {found.sessions}  leases {found.leases}"
     )
     tiers = _tiers(found)
     events = _events(found.recent[-_EVENT_ROWS:])
@@ -210,7 +210,9 @@ def _hits(view: View, before: View | None) -> RenderableType:
 
 def _tiers(found: admin_pb2.StatsResponse) -> Table:
     """Return a row with a bar for each tenant's memory and each SSD directory."""
-    shown = table("tier", "", "used", "of", "held", "quarantined", right=("used", "of", "held"))
+    shown = table(
+        "tier", "", "used", "of", "held", "quarantined", right=("used", "of", "held", "quarantined")
+    )
     for part in found.segments[:_MEMORY_ROWS]:
         used = part.bytes - part.free_bytes
         bar = ProgressBar(total=part.bytes or 1, completed=used, width=_BAR_COLUMNS)
@@ -257,7 +259,7 @@ def _engines(view: View, before: View | None, most: int) -> Table:
 
 
 def _events(found: Sequence[admin_pb2.Event]) -> Table:
-    shown = table("last events", "", "", "", right=("",))
+    shown = table("last events", "what", "amount", "who", right=("amount",))
     for each in reversed(found):
         row(shown, *_words(each, each.count))
     return shown

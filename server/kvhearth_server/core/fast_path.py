@@ -159,9 +159,12 @@ class SingleFastPath:
                 ("lookups", ""): 1,
                 ("lookup_keys", ""): 1,
                 ("hit_keys", ""): 1,
+                ("asked_tokens", ""): spec.block_tokens,
+                ("hit_tokens", ""): spec.block_tokens,
             }
         )
         namespace.traffic.hit_keys += 1
+        count_tokens(group, namespace, spec.block_tokens, spec.block_tokens)
         return head
 
     def mark_used(self, head: int) -> None:
@@ -295,8 +298,10 @@ class PrefixFastPath:
         if not self._hold(group, rows, count, state.slot_bytes(spec)):
             return None
         self._mark_used(rows)
-        self._count(count, spec.page_bytes)
+        tokens = count * spec.block_tokens
+        self._count(count, spec.page_bytes, tokens)
         namespace.traffic.hit_keys += count
+        count_tokens(group, namespace, tokens, tokens)
         if isinstance(found, slice):
             extents = table.extents_beside(found, spec.page_bytes)
         else:
@@ -348,7 +353,7 @@ class PrefixFastPath:
         if state.writeback_queue.follows:
             state.writeback_queue.used(numbers(rows))
 
-    def _count(self, count: int, page_bytes: int) -> None:
+    def _count(self, count: int, page_bytes: int, tokens: int) -> None:
         self._state.count_all(
             {
                 ("leased_keys", ""): count,
@@ -356,6 +361,8 @@ class PrefixFastPath:
                 ("lookups", ""): 1,
                 ("lookup_keys", ""): count,
                 ("hit_keys", ""): count,
+                ("asked_tokens", ""): tokens,
+                ("hit_tokens", ""): tokens,
             }
         )
 
@@ -367,3 +374,12 @@ def _each_once(heads: I64) -> Pick | None:
         if np.count_nonzero(heads[1:] == heads[:-1]):
             return None
     return ascending(heads) if heads.item(0) >= 0 else None
+
+
+def count_tokens(group: Group, namespace: Namespace, asked: int, hit: int) -> None:
+    """Count the tokens of a lookup for its engine and for its namespace."""
+    group.asked_tokens += asked
+    group.hit_tokens += hit
+    traffic = namespace.traffic
+    traffic.asked_tokens += asked
+    traffic.hit_tokens += hit

@@ -210,7 +210,8 @@ class Group:
     be in either state; see ``held_slots``. ``doubtful`` are slots that become free once no member
     is ``GONE``. A reservation is in ``reservations`` until it is aborted, then in
     ``pending_aborts`` if the abort was in doubt; while it is granted in portions it is in
-    ``unfinished``, too. ``leased_at`` is the grant time of each of ``leases``.
+    ``unfinished``, too. ``leased_at`` is the grant time of each of ``leases``. ``asked_tokens`` are
+    those that its lookups named, ``hit_tokens`` those that they could restore.
     """
 
     number: int
@@ -233,6 +234,8 @@ class Group:
     leases: Leases = field(default_factory=Leases)
     leased_at: dict[int, float] = field(default_factory=dict)
     released_early: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    asked_tokens: int = 0
+    hit_tokens: int = 0
 
     @property
     def attached(self) -> list[Member]:

@@ -18,7 +18,12 @@ import numpy as np
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U8, U32, Bools, Records, Tier
-from kvhearth_server.core.fast_path import PrefixFastPath, SingleFastPath, SingleLookup
+from kvhearth_server.core.fast_path import (
+    PrefixFastPath,
+    SingleFastPath,
+    SingleLookup,
+    count_tokens,
+)
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lower_tier import PromotionRequest
@@ -241,6 +246,10 @@ class Reading:
             granted = lease_id
         state.count("lookups")
         self._count_keys(namespace.traffic, seen)
+        asked = max((len(one.heads) * one.spec.block_tokens for one in seen), default=0)
+        state.count("asked_tokens", asked)
+        state.count("hit_tokens", hit)
+        count_tokens(group, namespace, asked, hit)
         asking = any(one.asking is not None for one in seen)
         promotion_queue = self._promotion_queue(namespace, items, seen)
         return Found(granted, hit, groups, short, promotion_queue, asking)

@@ -21,7 +21,7 @@ class Traffic:
             slower tier only, nowhere.
         stored_blocks, evicted_blocks: blocks that became visible, and that left memory for room.
         fallbacks: decisions for which its engines went on without the cache, as they report.
-        asked_tokens, hit_tokens: tokens of prompts that its engines asked for, and found.
+        asked_tokens, hit_tokens: tokens that lookups named, and could restore from memory.
     """
 
     hit_keys: int = 0

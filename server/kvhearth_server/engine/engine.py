@@ -239,10 +239,6 @@ class Engine:
         for name, rise in self.reported.note(number, namespace.tenant, counters).items():
             if name.startswith(FALLBACK):
                 traffic.fallbacks += rise
-            elif name == "asked_tokens":
-                traffic.asked_tokens += rise
-            elif name == "hit_tokens":
-                traffic.hit_tokens += rise
 
     def drain(self) -> None:
         """Refuse new stores and sessions from now on."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -183,8 +184,8 @@ class EngineNow:
         reserved_bytes, quarantined_bytes: memory that it may write, and that it may still write
             although it left.
         heartbeat_age_s: time since the last heartbeat of the process that is silent for longest.
-        load_bytes, store_bytes, asked_tokens, hit_tokens, fallbacks: as its attached processes
-            report them, since they began.
+        load_bytes, store_bytes, fallbacks: as its attached processes report them, since they began.
+        asked_tokens, hit_tokens: tokens that its lookups named, and that memory could restore.
     """
 
     engine_id: str
@@ -230,11 +231,13 @@ class SsdNow:
         tier: figures that the tier reports.
         demoting_blocks: blocks that are queued or being written.
         promoting_blocks: blocks that are being loaded.
+        promotion_seconds: times of batches of promotions, or None.
     """
 
     tier: TierFigures
     demoting_blocks: int
     promoting_blocks: int
+    promotion_seconds: Histogram | None = None
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,18 @@ class Snapshot:
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
-        return sum(count for (each, _), count in self.counts.items() if each == name)
+        return sum(self.labelled(name).values())
+
+    def labelled(self, name: str) -> Mapping[str, int]:
+        """Return one counter by its label's values, "" for a counter without a label."""
+        return self._by_name.get(name, {})
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for (name, label), count in self.counts.items():
+            found.setdefault(name, {})[label] = count
+        return found
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
@@ -368,7 +382,7 @@ def take_ssd(engine: Engine) -> SsdNow | None:
     figures = tiering.tier.figures() if tiering is not None else None
     if tiering is None or figures is None:
         return None
-    return SsdNow(figures, tiering.writing, tiering.promoting)
+    return SsdNow(figures, tiering.writing, tiering.promoting, tiering.promotion_seconds)
 
 
 def _segments(engine: Engine) -> list[SegmentNow]:
@@ -434,13 +448,24 @@ def _engine(engine: Engine, group: Group, tenant: str, name: str) -> EngineNow:
         reserved_bytes=group.stock_bytes,
         quarantined_bytes=group.quarantined_bytes,
         heartbeat_age_s=max(silent, default=0.0),
+        asked_tokens=group.asked_tokens,
+        hit_tokens=group.hit_tokens,
         **{each: sums[each] for each in _REPORTED},
     )
 
 
-_REPORTED = ("load_bytes", "store_bytes", "asked_tokens", "hit_tokens", "fallbacks")
+_REPORTED = ("load_bytes", "store_bytes", "fallbacks")
 _WORST = ("oldest_lease_s", "heartbeat_age_s", "incarnation")
-_SUMS = (*_REPORTED, "ranks", "attached", "leases", "reserved_bytes", "quarantined_bytes")
+_SUMS = (
+    *_REPORTED,
+    "asked_tokens",
+    "hit_tokens",
+    "ranks",
+    "attached",
+    "leases",
+    "reserved_bytes",
+    "quarantined_bytes",
+)
 
 
 def _joined(one: EngineNow, other: EngineNow) -> EngineNow:

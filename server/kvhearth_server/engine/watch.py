@@ -18,7 +18,7 @@ EVERY_S = 1.0
 SAMPLES_MAX = 300
 EVENTS_MAX = 128
 """Upper bound on events that are kept; the oldest one goes first."""
-OPEN_S = 10.0
+OPEN_S = 60.0
 """Time for which more of the same is added to an event."""
 
 RATES = (
@@ -26,6 +26,8 @@ RATES = (
     "lookup_keys",
     "hit_keys",
     "below_keys",
+    "asked_tokens",
+    "hit_tokens",
     "leased_bytes",
     "stored_bytes",
     "demoted_bytes",
@@ -35,12 +37,13 @@ RATES = (
 )
 """Counters whose rises a sample has, each with all its labels together."""
 
-_KINDS = {
+KINDS = {
     "refusals": "rejection",
     "removed_blocks": "removal",
-    "demotions_refused": "ssd_refusal",
-    "demotions_failed": "ssd_failure",
-    "promotions_failed": "ssd_failure",
+    "demotion_refused": "not_saved",
+    "demotion_failed": "write_failure",
+    "promotion_failed": "load_failure",
+    "gateway_refusals": "rejection",
     "checksum_failures": "checksum",
     "calls_closed": "closed",
     "task_failures": "bug",
@@ -133,7 +136,7 @@ class Watch:
             rise = total - self._counts.get(place, 0)
             if rise and place[0] in sums:
                 sums[place[0]] += rise
-            if rise and (kind := _KINDS.get(place[0])):
+            if rise and (kind := KINDS.get(place[0])):
                 self._note(kind, place[1], "", rise)
         span_s, self._last_at = max(now - self._last_at, 1e-3), now
         self._counts = counts

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvhearth_server.observability.timings import Histogram
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class TierFigures:
         read_latency_s, read_bytes_per_s: moving averages.
         budget_left_bytes: bytes that may be written now; None without a budget.
         counts: the tier's counters since the start, by name.
+        io_seconds: time of requests in the kernel and on the drives, by direction: read, write.
     """
 
     interface: str
@@ -57,6 +60,7 @@ class TierFigures:
     read_bytes_per_s: float
     budget_left_bytes: int | None
     counts: Mapping[str, int]
+    io_seconds: Mapping[str, Histogram] = field(default_factory=dict)
 
     @property
     def capacity_bytes(self) -> int:

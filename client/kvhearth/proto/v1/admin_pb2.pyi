@@ -415,7 +415,7 @@ global___EngineStats = EngineStats
 
 @typing.final
 class Event(google.protobuf.message.Message):
-    """Something that happened, once or often within ten seconds."""
+    """Something that happened, once or often within a minute."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -25,6 +25,7 @@ from kvhearth_server.engine.tiering.publishing import Publisher
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.engine.turns import Turns
 from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.observability.timings import Histogram
 from kvhearth_server.tiers.base import (
     REMOTE,
     BlockSpec,
@@ -361,6 +362,11 @@ class Tiering:
     def promoting(self) -> int:
         """Number of blocks that are being loaded."""
         return len(self._core.promotions)
+
+    @property
+    def promotion_seconds(self) -> Histogram:
+        """Times of batches of promotions, from their begin to their end."""
+        return self._promoter.seconds
 
     def _evicted(self, evicted: Evicted) -> None:
         """Record blocks that a tier dropped, to make room or because they could not be read."""

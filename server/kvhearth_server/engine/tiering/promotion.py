@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.promotion import VERIFIER, Promotion, Requester
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.observability.timings import SECONDS_BOUNDS, Histogram
 from kvhearth_server.tiers.base import (
     Completion,
     Corrupt,
@@ -135,6 +136,7 @@ class _Load:
     checksums: Records
     keep: bool
     ended: Ended | None
+    began_at: float = field(default_factory=time.monotonic)
 
 
 class Promoter:
@@ -154,6 +156,8 @@ class Promoter:
         self._names = names
         self._call = call
         self._loads: dict[int, _Load] = {}
+        self.seconds = Histogram(SECONDS_BOUNDS)
+        """Times from a load's begin to its end, verified blocks included."""
         self._requested = PromotionQueue()
         self._stalled = False
         self._lack = ""
@@ -299,6 +303,8 @@ class Promoter:
             return False
         if completion.final:
             del self._loads[completion.ticket]
+            if load.keep:
+                self.seconds.observe(time.monotonic() - load.began_at)
             self._loaded(load, completion)
         else:
             stuck = sum(len(rows) for _, rows in completion.parts)

@@ -62,6 +62,20 @@ CACHE: tuple[Metric, ...] = (
         unit="calls",
     ),
     counter(
+        "kvhearth_lookup_asked_tokens_total",
+        "Tokens that lookups named.",
+        "The whole that hit_tokens is a part of.",
+        "asked_tokens",
+        unit="tokens",
+    ),
+    counter(
+        "kvhearth_lookup_hit_tokens_total",
+        "Tokens that lookups could restore from memory.",
+        "Divided by asked_tokens: the part of prefill that is saved.",
+        "hit_tokens",
+        unit="tokens",
+    ),
+    counter(
         "kvhearth_leased_blocks_total",
         "Blocks leased to readers.",
         "What lookups really gave out to load.",

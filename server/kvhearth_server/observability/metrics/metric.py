@@ -81,7 +81,7 @@ def counter(
     def read(now: Snapshot) -> Samples:
         if not label:
             return [((), now.count(count))]
-        found = {value: n for (each, value), n in now.counts.items() if each == count}
+        found = now.labelled(count)
         return [((value,), found.get(value, 0)) for value in sorted(counted.shown | found.keys())]
 
     return Metric(name, help, use, read, (label,) if label else (), (counted,), unit)

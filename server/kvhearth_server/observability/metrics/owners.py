@@ -118,7 +118,7 @@ OWNERS: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_namespace_asked_tokens_total",
-        "Tokens of prompts that engines of a namespace looked up, as they report.",
+        "Tokens that lookups of a namespace named.",
         "The whole that hit_tokens is a part of.",
         _of_traffic(lambda traffic: traffic.asked_tokens),
         ("namespace",),
@@ -126,7 +126,7 @@ OWNERS: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_namespace_hit_tokens_total",
-        "Tokens of those prompts that the cache could restore.",
+        "Tokens of those that could be restored from memory.",
         "Divided by asked_tokens: the part of prefill that is saved.",
         _of_traffic(lambda traffic: traffic.hit_tokens),
         ("namespace",),

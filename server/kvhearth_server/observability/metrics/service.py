@@ -342,12 +342,6 @@ SERVICE: tuple[Metric, ...] = (
         one(lambda now: now.reported.get("lookup_hit_tokens", 0)),
     ),
     Metric(
-        "kvhearth_client_asked_tokens_total",
-        "Tokens of the prompts that engines looked up, as clients count them.",
-        "The whole that hit_tokens is a part of.",
-        one(lambda now: now.reported.get("asked_tokens", 0)),
-    ),
-    Metric(
         "kvhearth_client_fallbacks_total",
         "Decisions for which an engine went on without the cache, by reason.",
         "Alert: rising means engines cannot use the cache.",

@@ -256,6 +256,14 @@ SSD: tuple[Metric, ...] = (
         _gauge(lambda tier: tier.read_latency_s),
     ),
     Metric(
+        "kvhearth_ssd_io_seconds",
+        "Time of requests in the kernel and on the drive, by direction: read, write.",
+        "A drive that gets slow; the queue before it is not in it.",
+        of_ssd(lambda now: [((each,), found) for each, found in now.tier.io_seconds.items()]),
+        ("direction",),
+        kind="histogram",
+    ),
+    Metric(
         "kvhearth_ssd_read_bytes_per_second",
         "Moving average of the read bandwidth while reads run.",
         "What lookups' estimates are made of.",
@@ -376,6 +384,13 @@ _BETWEEN: tuple[Metric, ...] = (
         "Blocks on their way up from SSD when the request that asked for them went away.",
         "Many: requests give up before SSD answers.",
         "prefetch_cancelled",
+    ),
+    Metric(
+        "kvhearth_promotion_seconds",
+        "Time of loads from SSD into memory, a batch each, from the queue's end to the last block.",
+        "How long a request waits for blocks on SSD; compare with ssd_io_seconds.",
+        of_ssd(lambda now: [] if (t := now.promotion_seconds) is None else [((), t)]),
+        kind="histogram",
     ),
     Metric(
         "kvhearth_tier_waiting_blocks",

@@ -462,6 +462,7 @@ class SsdTier(Tier):
             read_bytes_per_s=parts.rate.bytes_per_s,
             budget_left_bytes=None if self._budget.unbounded else self._budget.left(now),
             counts=dict(parts.counts.values),
+            io_seconds={"read": parts.rate.seconds[True], "write": parts.rate.seconds[False]},
         )
 
     def _directory(self, log_dir: LogDirectory, now: float) -> DirectoryFigures:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from kvhearth.failpoints import hit
 from kvhearth.model import checksum_of
+from kvhearth_server.observability.timings import SECONDS_BOUNDS, Histogram
 from kvhearth_server.tiers.base import Failure
 from kvhearth_server.tiers.ssd.disk.bounce import Bounce, BounceMemory, FillPool, Image
 from kvhearth_server.tiers.ssd.disk.queues import (
@@ -536,9 +537,14 @@ _GAP_S = 0.25
 
 
 class ReadRate:
-    """Moving averages: a read's latency, a record's size, and bytes a second while reads run."""
+    """Moving averages: a read's latency, a record's size, and bytes a second while reads run.
+
+    ``seconds`` has the time of every request in the kernel and on the drive, by direction.
+    """
 
     def __init__(self) -> None:
+        self.seconds = {True: Histogram(SECONDS_BOUNDS), False: Histogram(SECONDS_BOUNDS)}
+        """By whether it is a read."""
         self.bytes_per_s = _START_BYTES_PER_S
         self.latency_s = _START_LATENCY_S
         self._read_bytes = float(1 << 20)
@@ -546,7 +552,11 @@ class ReadRate:
 
     def note(self, jobs: Iterable[Job], now: float) -> None:
         """Update the averages with jobs that have just ended."""
-        reads = [job for job in jobs if job.op is Op.READ and job.good and job.begun_at]
+        done = [job for job in jobs if job.good and job.begun_at]
+        for job in done:
+            if job.op is not Op.SYNC:
+                self.seconds[job.is_read].observe(job.ended_at - job.begun_at)
+        reads = [job for job in done if job.op is Op.READ]
         if not reads:
             return
         size = sum(job.length for job in reads)
