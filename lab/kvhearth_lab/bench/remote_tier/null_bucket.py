@@ -65,13 +65,18 @@ class _Connection:
             self._values[path] = body
             self._line.sendall(_FOUND + b"Content-Length: 0\r\n\r\n")
         elif method == b"POST":
-            done = b"<DeleteResult></DeleteResult>"
-            for part in bytes(body).split(b"<Key>")[1:]:
-                key = part.partition(b"</Key>")[0]
+            keys = [part.partition(b"</Key>")[0] for part in bytes(body).split(b"<Key>")[1:]]
+            for key in keys:
                 self._values.pop(b"/".join((path.partition(b"?")[0], key)), None)
-                done = b"<DeleteResult><Deleted><Key>" + key + b"</Key></Deleted></DeleteResult>"
+            parts = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in keys)
+            done = b"<DeleteResult>%s</DeleteResult>" % parts
             self._line.sendall(_FOUND + b"Content-Length: %d\r\n\r\n" % len(done) + done)
-        elif (value := self._values.get(path)) is None:
+        else:
+            self._read(method, path)
+
+    def _read(self, method: bytes, path: bytes) -> None:
+        value = self._values.get(path)
+        if value is None:
             self._line.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
         else:
             self._line.sendall(_FOUND + b"Content-Length: %d\r\n\r\n" % len(value))

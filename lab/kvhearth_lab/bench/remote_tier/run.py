@@ -8,6 +8,7 @@ import os
 import secrets
 import select
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -46,7 +47,7 @@ _SPACE = space_name(_KEY, "bench", "{}", "", 0)
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the processor seconds that a process's threads have used so far, to the microsecond."""
+    """Return the processor seconds that a process's threads have used so far, exactly."""
     spent = 0
     for path in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -253,20 +254,45 @@ def _figures(samples: Mapping[str, Sequence[float]], gigabytes: float) -> dict[s
     return made
 
 
-def run(sizes: Sizes, urls: Mapping[str, str]) -> dict[str, Any]:
+@contextlib.contextmanager
+def _valkey(binary: Path | None) -> Iterator[dict[str, str]]:
+    """Run a Valkey server without a disk, if there is one; yield its URL by its name."""
+    if binary is None:
+        yield {}
+        return
+    port = free_port()
+    place = ("--port", str(port), "--bind", "127.0.0.1", "--save", "")
+    bounds = ("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru")
+    process = subprocess.Popen([str(binary), *place, *bounds], stdout=subprocess.DEVNULL)
+    try:
+        yield {"valkey": f"valkey://127.0.0.1:{port}/kv"}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def run(sizes: Sizes, urls: Mapping[str, str], valkey: Path | None = None) -> dict[str, Any]:
     """Measure the null bucket and the named remotes; return the object that the verb prints.
 
     Args:
         urls: URL of each further remote, by a name for the report.
+        valkey: server to start and to measure, too.
     """
     found: dict[str, Any] = {}
     short: list[str] = []
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "id")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "secret")
-    with null_bucket() as (null, server):
+    with null_bucket() as (null, server), _valkey(valkey) as started:
         raw = FarEnd(1)
         try:
-            for name, url in {"null": null, **urls}.items():
+            for name, url in {"null": null, **started, **urls}.items():
                 for size in sizes.blocks:
                     values = _measure(url, size, sizes.rounds, raw)
                     key = f"{name}_{size >> 10}k"
