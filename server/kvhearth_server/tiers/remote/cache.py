@@ -85,10 +85,12 @@ class ExistenceCache:
     def look(self, hashes: _U64, now: float) -> States:
         """Return what is known of blocks, by the hashes of their keys."""
         one, tick = self._places(hashes), self._tick(now)
-        other = one ^ 1
-        # One place at most has the tag.
-        ends = self._ends.take(one) * (self._tags.take(one) == hashes)
-        ends += self._ends.take(other) * (self._tags.take(other) == hashes)
+        here = self._tags.take(one) == hashes
+        ends = self._ends.take(one)
+        if np.count_nonzero(here) < len(here):  # one place at most has the tag
+            other = one ^ 1
+            ends *= here
+            ends += self._ends.take(other) * (self._tags.take(other) == hashes)
         found: States = (ends > tick).view(np.int8)
         found -= (ends < -tick).view(np.int8)
         return found
