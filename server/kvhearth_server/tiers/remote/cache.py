@@ -1,6 +1,6 @@
 """Existence cache of a remote: which blocks it has, as far as is known, in 16 bytes an entry.
 
-A table in arrays, in which each key has two places. A wrong answer costs a read that misses, or a
+A table in arrays, in which each key has four places. A wrong answer costs a read that misses, or a
 block that is computed again, never a wrong byte: every record is verified when it is read.
 """
 
@@ -21,6 +21,9 @@ ENTRIES_MAX = 1 << 20
 POSITIVE_S, NEGATIVE_S = 60.0, 5.0
 JITTER = 0.2
 """Part of a negative entry's time that is left to chance: hosts do not ask again in step."""
+_WAYS = 4
+_SIZE_MIN, _SPARE = 1 << 16, 4
+"""Smallest table, and its places for each entry."""
 _TICKS = 16
 """Ticks of a second."""
 _WORD_BYTES = 8
@@ -55,7 +58,7 @@ class ExistenceCache:
     """Bounded knowledge of what a remote has.
 
     Args:
-        entries_max: most entries, rounded down to a power of two, at least ``WAYS``.
+        entries_max: most entries, rounded down to a power of two.
         positive_s, negative_s: seconds for which an entry holds.
     """
 
@@ -65,18 +68,17 @@ class ExistenceCache:
         positive_s: float = POSITIVE_S,
         negative_s: float = NEGATIVE_S,
     ) -> None:
-        size = 1 << max(2, entries_max).bit_length() - 1
         self._positive_s, self._negative_s = positive_s, negative_s
-        self._mask = np.uint64(size - 1)
-        self._tags = np.zeros(size, np.uint64)
-        # The time in ticks at which an entry ends; negative for a negative entry, 0 for none.
-        self._ends = np.zeros(size, np.int64)
+        self._size_max = 1 << max(_WAYS, entries_max).bit_length() - 1
+        # It grows with its entries: a lookup waits for memory at each key of a large table.
+        self._make(min(_SIZE_MIN, self._size_max))
+        self._entered = 0
         self._began: float | None = None
 
     @property
     def entries_max(self) -> int:
         """Most entries."""
-        return self._tags.size
+        return self._size_max
 
     def entries(self, now: float) -> int:
         """Return the number of entries that hold now."""
@@ -84,13 +86,15 @@ class ExistenceCache:
 
     def look(self, hashes: _U64, now: float) -> States:
         """Return what is known of blocks, by the hashes of their keys."""
-        one, tick = self._places(hashes), self._tick(now)
-        here = self._tags.take(one) == hashes
-        ends = self._ends.take(one)
-        if np.count_nonzero(here) < len(here):  # one place at most has the tag
-            other = one ^ 1
+        places, tick = self._places(hashes), self._tick(now)
+        here, ends = self._tags.take(places) == hashes, self._ends.take(places)
+        if np.count_nonzero(here) < len(here):
             ends *= here
-            ends += self._ends.take(other) * (self._tags.take(other) == hashes)
+            rows = np.flatnonzero(~here)
+            for way in range(1, _WAYS):
+                others = places[rows] ^ way
+                there = self._tags.take(others) == hashes[rows]
+                ends[rows[there]] = self._ends.take(others[there])
         found: States = (ends > tick).view(np.int8)
         found -= (ends < -tick).view(np.int8)
         return found
@@ -109,9 +113,39 @@ class ExistenceCache:
         ends = np.where(
             yes, tick + max(1, int(positive_s * _TICKS)), -tick - max(1, int(negative_s * _TICKS))
         )
-        for _ in range(2):  # keys of one call may want the same place
-            one = self._places(hashes)
-            places = one ^ self._takes_other(one, hashes)
+        self._entered += len(hashes)
+        if _SPARE * self._entered > len(self._tags):
+            self._grow(tick)
+        self._enter(hashes, ends)
+
+    def _make(self, size: int) -> None:
+        """Make an empty table."""
+        self._tags = np.zeros(size, np.uint64)
+        # The time in ticks at which an entry ends; negative for a negative entry, 0 for none.
+        self._ends = np.zeros(size, np.int64)
+
+    def _grow(self, tick: int) -> None:
+        """Enlarge the table for the entries that hold now."""
+        live = np.abs(self._ends) > tick
+        tags, ends = self._tags[live], self._ends[live]
+        size = len(self._tags)
+        while _SPARE * len(tags) > size and size < self._size_max:
+            size *= 2
+        self._entered = len(tags)
+        if size > len(self._tags):
+            self._make(size)
+            self._enter(tags, ends)
+        elif size == self._size_max:
+            self._entered = 0  # look again only after as many more
+
+    def _enter(self, hashes: _U64, ends: I64) -> None:
+        ways = np.arange(_WAYS)
+        for _ in range(_WAYS):  # keys of one call may want the same place
+            around = self._places(hashes)[:, None] ^ ways
+            # The key's own entry, else the one that ends first, its first place before others.
+            rank = np.abs(self._ends[around]) + 1
+            rank[self._tags[around] == hashes[:, None]] = 0
+            places = around[np.arange(len(around)), rank.argmin(axis=1)]
             self._tags[places] = hashes
             mine = self._tags[places] == hashes
             self._ends[places[mine]] = ends[mine]
@@ -119,17 +153,10 @@ class ExistenceCache:
                 break
             hashes, ends = hashes[~mine], ends[~mine]
 
-    def _takes_other(self, one: I64, hashes: _U64) -> Bools:
-        """Return which keys are to be entered in their second places."""
-        other = one ^ 1
-        here, there = self._tags[one] == hashes, self._tags[other] == hashes
-        later = np.abs(self._ends[one]) > np.abs(self._ends[other])
-        taken: Bools = there | (~here & later)
-        return taken
-
     def _places(self, hashes: _U64) -> I64:
-        """Return the first place of each key; the second one is beside it."""
-        places: I64 = ((hashes >> np.uint64(20)) & self._mask).view(np.int64)
+        """Return the first place of each key; its others are beside it."""
+        mask = np.uint64(len(self._tags) - 1)
+        places: I64 = ((hashes >> np.uint64(20)) & mask).view(np.int64)
         return places
 
     def _tick(self, now: float) -> int:
