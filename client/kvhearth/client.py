@@ -69,7 +69,7 @@ class Returns:
             return
         request = pb.ReleaseRequest(lease_ids=[lease.id])
         reported, most = 0, link.welcome.keys_max
-        for group, extents in _by_group(lease, bad).items():
+        for group, extents in lease.by_group(bad).items():
             some = np.asarray(extents).reshape(-1)[: most - reported]
             if some.size:
                 request.bad.append(codec.pack_slots(self._contract, group, some))
@@ -123,14 +123,6 @@ class Returns:
         )
 
 
-def _by_group(lease: Lease, bad: Mapping[int, Records] | Records) -> dict[int, Records]:
-    """Return bad extents by group; plain records are assigned by the slots of the lease."""
-    if isinstance(bad, Mapping):
-        return dict(bad)
-    flat = np.asarray(bad).reshape(-1)
-    return {group: flat[np.isin(flat["slot"], slots)] for group, slots in lease.slots.items()}
-
-
 _SHORT = frozenset(
     {
         *(Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.SHARE_EXCEEDED),
@@ -165,12 +157,7 @@ class Decisions:
         return self._session_manager.epochs.own
 
     def lookup(
-        self,
-        groups: KeysByGroup,
-        *,
-        lease: bool = True,
-        prefetch: bool = False,
-        wait_s: float = 0.0,
+        self, groups: KeysByGroup, *, lease: bool = True, prefetch: bool = False, wait_s: float = 0
     ) -> LookupResult:
         """Look up a request's blocks and lease those that a load needs.
 
@@ -195,12 +182,9 @@ class Decisions:
             if link.tables and (mapped := self._find_mapped(link, query, lease_id)) is not None:
                 return mapped
             request = pb.LookupRequest(
-                epoch=self._own_epoch(),
-                lease_id=lease_id,
-                prefetch=prefetch,
-                knows_remote=True,
-                wait_us=max(0, round(wait_s * 1e6)),
+                epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch, knows_remote=True
             )
+            request.wait_us = max(0, round(wait_s * 1e6))
             query.put_into(request.groups)
             try:
                 reply = self._caller.call(link, base.LOOKUP, request, self._lookup_s)
@@ -348,7 +332,7 @@ class Decisions:
         Returns:
             The reason why nothing was queued (such as ``stale_boot``), or empty.
         """
-        own = parse_arguments(_own_extents, groups)
+        own = parse_arguments(codec.own_extents, groups)
 
         def work() -> Reason | NoReason:
             link = self._caller.link()
@@ -531,10 +515,6 @@ def _require_valid(argument: T | None) -> T:
     if argument is None:
         raise KVHearthError(Reason.BAD_MESSAGE, "the call's argument is not what it should be")
     return argument
-
-
-def _own_extents(groups: Mapping[int, Records]) -> dict[int, Records]:
-    return {group: np.asarray(extents) for group, extents in groups.items()}
 
 
 def _nothing(_: str) -> None:

@@ -25,8 +25,13 @@ from kvhearth_server.keys_file import Key, read_keys, shown_id
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign, read_secret
-from kvhearth_server.tiers.base import AbandonableCall, DirectoryError, Tier, TierFigures
+from kvhearth_server.tiers.base import (
+    AbandonableCall,
+    DirectoryError,
+    Tier,
+)
 from kvhearth_server.tiers.chain import demotion_region
+from kvhearth_server.tiers.figures import TierFigures
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
 from kvhearth_server.tiers.remote.process import ProcessMover
 from kvhearth_server.tiers.remote.tier import Limits, Prices, RemoteTier
@@ -59,6 +64,7 @@ _LOOK_S = 0.1
 _TELL_S = 5.0
 FLEET_KEY_BYTES_MAX = 4096
 _log = get_logger("kvhearth.ssd")
+_remote_log = get_logger("kvhearth.remote")
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def open_remotes(settings: Settings, arena: Arena) -> Iterator[RemoteTier]:
         )
         regions = [segment.view for segment in arena.segments]
         limits, prices = remote_limits(settings), remote_prices(settings)
-        _log.info("remote.opened", remote=url.place, number=index)
+        _remote_log.info("remote.opened", remote=url.place, number=index)
         yield RemoteTier(mover, regions, url.place, key, limits, prices=prices)
 
 
@@ -134,7 +140,7 @@ def fleet_key(settings: Settings) -> bytes:
     path = settings.remote_fleet_key_file
     if path is None:
         if settings.remote:
-            _log.warning(
+            _remote_log.warning(
                 "remote.no_fleet_key",
                 message="whoever reads the remote can guess blocks' names; give all hosts the same "
                 "--remote-fleet-key-file",

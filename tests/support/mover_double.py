@@ -67,6 +67,7 @@ class ScriptedMover:
 
     Attributes:
         held: no request ends.
+        copies: tells of puts that their bytes are copied before they end.
         refusal: what requests get instead of a ticket.
         failure: how requests end instead, after ``poll``.
         requests: all requests so far.
@@ -84,6 +85,8 @@ class ScriptedMover:
         self.staging_free_bytes = 1 << 20
         self._regions, self._folder = list(regions), folder
         self._waiting: list[tuple[int, Exists]] = []
+        self.copies = False
+        self._copied: set[int] = set()
         self._cancelled: set[int] = set()
         self._next = 1
         self._draining = False
@@ -106,6 +109,12 @@ class ScriptedMover:
 
     def poll(self) -> list[Answer]:
         """See ``Mover.poll``."""
+        if self.copies:
+            fresh = [ticket for ticket, request in self._waiting if isinstance(request, Put)]
+            fresh = [ticket for ticket in fresh if ticket not in self._copied]
+            self._copied.update(fresh)
+            if fresh:
+                return [Answer(ticket, [], final=False, copied=True) for ticket in fresh]
         if self.held or not self._waiting:
             return []
         os.eventfd_read(self.event_fd)
@@ -117,6 +126,14 @@ class ScriptedMover:
         """See ``Mover.state``."""
         free = self.staging_free_bytes
         return MoverState(self.up, self.problem, self.caps, 0, 1 << 20, free, {})
+
+    def using_slots(self) -> list[Get]:
+        """Return the requests that read or write slots."""
+        return [
+            request
+            for ticket, request in self._waiting
+            if isinstance(request, Get) and ticket not in self._copied
+        ]
 
     @property
     def calls(self) -> int:

@@ -73,7 +73,7 @@ def keys_of(count: int, size: int = 32) -> PackedKeys:
 
 @pytest.mark.parametrize("size", [1, 7, 8, 16, 20, 32, 64])
 def test_the_cache_knows_what_was_noted_until_it_ends(size: int) -> None:
-    cache, hasher = ExistenceCache(4096, 60.0, 5.0), Hasher()
+    cache, hasher = ExistenceCache(1 << 20, 60.0, 5.0), Hasher()
     keys = [bytes([number]) * size for number in range(1, 200)]
     hashes = hasher.hashes(keys, 1)
     assert len(set(hashes.tolist())) == len(keys)
@@ -101,7 +101,7 @@ def test_the_cache_is_bounded_and_keys_of_other_spaces_are_others() -> None:
     cache, hasher = ExistenceCache(1024), Hasher()
     for _ in range(20):
         cache.note(hasher.hashes(keys_of(512), 1), True, 0.0)
-    assert 1000 <= cache.entries(0.0) <= cache.entries_max == 1024
+    assert 900 <= cache.entries(0.0) <= cache.entries_max == 1024
     keys = keys_of(100)
     cache.note(hasher.hashes(keys, 1), True, 0.0)
     assert not (cache.look(hasher.hashes(keys, 2), 0.0) == YES).any()

@@ -375,7 +375,8 @@ class Reading:
             one = _Seen(item.kv_group, spec, heads, present, ready, None)
             if state.lower_tier is not None and np.count_nonzero(present) < len(present):
                 below = state.lower_tier.ask(namespace, item.kv_group, item.keys, present)
-                one = _Seen(item.kv_group, spec, heads, present, ready, *below)
+                if below is not None:
+                    one = _Seen(item.kv_group, spec, heads, present, ready, *below)
             seen.append(one)
         kinds = {one.kv_group for one in seen}
         require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")

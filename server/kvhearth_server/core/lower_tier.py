@@ -40,9 +40,11 @@ class Below(NamedTuple):
 class LowerTier(Protocol):
     """The slower tiers, as a lookup sees them."""
 
-    def ask(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes], here: Bools) -> Below:
+    def ask(
+        self, namespace: Namespace, kv_group: int, keys: Sequence[bytes], here: Bools
+    ) -> Below | None:
         """Report which keys of a chain of the namespace's current epoch could be loaded, except
-        those that are in memory (``here``); never waits.
+        those that are in memory (``here``); None if no tier has any. Never waits.
         """
 
     def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:

@@ -16,7 +16,7 @@ from kvhearth_server.core.shares import Share
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.observability.timings import CallTimings, Histogram
-from kvhearth_server.tiers.base import RemoteFigures, TierFigures
+from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 EVICTED_MAX = 128
 """Blocks of one portion; each takes some 10 microseconds."""

@@ -254,7 +254,7 @@ class Dispatcher:
         tiering = self._engine.tiering
         if tiering is None or not (promotion_queue or asking):
             return 0
-        remote = any(bool((each.tiers == Tier.REMOTE).any()) for each in found)
+        remote = bool(promotion_queue) and any((each.tiers == Tier.REMOTE).any() for each in found)
         # Before they wait behind themselves.
         eta_us = tiering.eta_us(promotion_queue, remote=remote, asking=asking)
         if promotion_queue and go and not self._engine.draining:

@@ -85,23 +85,21 @@ class DegradedLog:
             reported = self._reported.get(kind)
             if reported is None:
                 self._reported[kind] = _Reported(now, now, reason)
-                self._log.warning(f"{_tier(kind)}.degraded", reason=reason, **_fields(kind))
+                if kind.about == REMOTE:
+                    self._log.warning("remote.degraded", reason=reason, **_fields(kind))
+                else:
+                    self._log.warning("ssd.degraded", reason=reason, **_fields(kind))
             else:
                 reported.seen, reported.reason = now, reason
         for kind, reported in list(self._reported.items()):
             if now - reported.seen >= OVER_S:
                 del self._reported[kind]
                 lasted_s = round(reported.seen - reported.began, 3)
-                self._log.info(
-                    f"{_tier(kind)}.degradation_over",
-                    reason=reported.reason,
-                    lasted_s=lasted_s,
-                    **_fields(kind),
-                )
-
-
-def _tier(kind: Kind) -> str:
-    return REMOTE if kind.about == REMOTE else "ssd"
+                over = {"reason": reported.reason, "lasted_s": lasted_s, **_fields(kind)}
+                if kind.about == REMOTE:
+                    self._log.info("remote.degradation_over", **over)
+                else:
+                    self._log.info("ssd.degradation_over", **over)
 
 
 def _fields(kind: Kind) -> dict[str, str]:
@@ -182,28 +180,37 @@ class Tiering:
         """Return which keys could be loaded from tiers that are not shared."""
         return self.tier.look_up(self.family(namespace, kv_group), keys).present
 
-    def ask(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes], here: Bools) -> Below:
+    def ask(
+        self, namespace: Namespace, kv_group: int, keys: Sequence[bytes], here: Bools
+    ) -> Below | None:
         """Return where keys could be loaded from; see ``core.lower_tier.LowerTier``."""
+        shared = self._shared
+        if shared is not None and (namespace.label is None or not shared.serving):
+            if shared.shared:
+                return None
+            shared = None
         family = self.family(namespace, kv_group)
-        present = self.tier.look_up(family, keys).present & ~here
-        if self._shared is None or namespace.label is None:
-            return Below(present)
-        absent = ~(present | here)
-        first = int(absent.argmax())
+        if shared is None:
+            return Below(self.tier.look_up(family, keys).present & ~here)
+        absent = ~here
+        if not shared.shared:
+            absent &= ~self.tier.look_up(family, keys).present
+        first, count = int(absent.argmax()), len(keys)
         if not absent[first]:
-            return Below(present)
-        whole = bool(absent[first:].all())  # nearly always: tiers hold chains from their begin
+            return Below(~here)
+        # Nearly always: tiers hold chains from their begin.
+        whole = np.count_nonzero(absent) == count - first
         rows: I64 | slice = slice(first, None) if whole else np.flatnonzero(absent)
-        found = self._shared.ask(family, _some(keys, rows))
-        remote, asking = None, None
-        if np.count_nonzero(found.present):
-            remote = np.zeros(len(keys), np.bool_)
-            remote[rows] = found.present
-            present |= remote
-        if found.asking is not None and np.count_nonzero(found.asking):
-            asking = np.zeros(len(keys), np.bool_)
-            asking[rows] = found.asking
-        return Below(present, remote, asking)
+        present, asking = shared.ask(family, _some(keys, rows))
+        remote = _spread(present, rows, count) if np.count_nonzero(present) else None
+        if asking is not None:
+            asking = _spread(asking, rows, count)
+        if shared.shared:
+            if remote is None and asking is None:
+                return None
+            return Below(np.zeros(count, np.bool_) if remote is None else remote, remote, asking)
+        local = ~(absent | here)
+        return Below(local if remote is None else local | remote, remote, asking)
 
     def eta_us(
         self,
@@ -422,3 +429,12 @@ def _some(keys: Sequence[bytes], rows: I64 | slice) -> Sequence[bytes]:
             return PackedKeys(keys.blob[rows.start * keys.key_bytes :], keys.key_bytes)
         return keys[rows]
     return [keys[row] for row in rows.tolist()]
+
+
+def _spread(flags: Bools, rows: I64 | slice, count: int) -> Bools:
+    """Return flags of some rows as flags of all ``count``."""
+    if len(flags) == count:
+        return flags
+    spread = np.zeros(count, np.bool_)
+    spread[rows] = flags
+    return spread

@@ -27,7 +27,7 @@ BATCH_BLOCKS_MAX = 32
 BATCHES_MAX = 4
 """Most batches under way at once."""
 _HELD_BYTES_MAX = 256 << 20
-_PAUSE_MIN_S, _PAUSE_MAX_S = 0.005, 1.0
+_PAUSE_MIN_S, _PAUSE_HELD_S, _PAUSE_MAX_S = 0.005, 0.1, 1.0
 _WAIT = frozenset({Refusal.OPEN, Refusal.RATE, Refusal.RECOVERING})
 """Reasons for refusing a batch that wait in the queue; for other ones blocks are skipped."""
 _log = get_logger("kvhearth.remote")
@@ -48,6 +48,7 @@ class Publisher:
         self._call, self._now = call, now
         self._stores: dict[int, BlockBatch] = {}
         self._again_at = 0.0
+        self._stalled = False
         self._too_large_told = False
         geometry = core.state.table.geometry
         smallest = min(geometry.segment_bytes(i) for i in range(len(geometry.segments)))
@@ -62,15 +63,16 @@ class Publisher:
     def due_at(self) -> float:
         """Time at which a turn has something to publish; infinity if that takes another event."""
         idle = self._chain is None or not self._core.publishing.waiting
-        return math.inf if idle or len(self._stores) >= BATCHES_MAX else self._again_at
+        full = self._stalled or len(self._stores) >= BATCHES_MAX
+        return math.inf if idle or full else self._again_at
 
     def begin(self, end: float = math.inf) -> None:
         """Publish waiting blocks until the time ``end``, as far as the tiers accept them."""
         publishing, now = self._core.publishing, self._now()
         while publishing.waiting and now >= self._again_at and len(self._stores) < BATCHES_MAX:
             batch = self._call(publishing.begin, BATCH_BLOCKS_MAX, self._bytes_max)
-            if batch is None:
-                self._again_at = now + _PAUSE_MIN_S * 20
+            if batch is None:  # no more may be held, until a batch or a reader lets go
+                self._stalled, self._again_at = bool(self._stores), now + _PAUSE_HELD_S
                 break
             assert self._chain is not None
             ticket = self._chain.publish(self._batch(batch))
@@ -114,6 +116,8 @@ class Publisher:
         batch = self._stores.get(completion.ticket)
         if batch is None:
             return False
+        if self._stalled:
+            self._stalled, self._again_at = False, 0.0
         if completion.released:
             self._call(self._core.publishing.release, batch)
         elif completion.final:

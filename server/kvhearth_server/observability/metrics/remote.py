@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from kvhearth_server.engine.snapshot import Snapshot
 from kvhearth_server.observability.metrics.metric import Metric, Read, Samples, counter, one
-from kvhearth_server.tiers.base import RemoteFigures
+from kvhearth_server.tiers.figures import RemoteFigures
 
 _KINDS = ("exists", "get", "put", "delete")
 _BLOCKS = {

@@ -1,7 +1,7 @@
 """Existence cache of a remote: which blocks it has, as far as is known, in 16 bytes an entry.
 
-A set-associative table in arrays. A wrong answer costs a read that misses, or a block that is
-computed again, never a wrong byte: every record is verified when it is read.
+A table in arrays, in which each key has four places. A wrong answer costs a read that misses, or a
+block that is computed again, never a wrong byte: every record is verified when it is read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.keys import PackedKeys
-from kvhearth.model import Bools
+from kvhearth.model import I64, Bools
 
-WAYS = 4
 ENTRIES_MAX = 1 << 20
 """Most entries: 16 MiB."""
 POSITIVE_S, NEGATIVE_S = 60.0, 5.0
 JITTER = 0.2
 """Part of a negative entry's time that is left to chance: hosts do not ask again in step."""
+_WAYS = 4
+_SIZE_MIN, _SPARE = 1 << 16, 4
+"""Smallest table, and its places for each entry."""
 _TICKS = 16
 """Ticks of a second."""
 _WORD_BYTES = 8
@@ -36,28 +38,27 @@ class Hasher:
     """Hashes keys to 64 bits, with a secret: clients cannot make keys collide."""
 
     def __init__(self) -> None:
-        self._by = np.frombuffer(secrets.token_bytes(16 * _WORD_BYTES), np.uint64) | np.uint64(1)
+        self._by = np.frombuffer(secrets.token_bytes(9 * _WORD_BYTES), np.uint64) | np.uint64(1)
 
     def hashes(self, keys: Sequence[bytes], start: int) -> _U64:
         """Return the hashes of keys of one length, never 0, shape (n,); another 64-bit ``start``
         gives others.
         """
         words = _words(keys)
-        mixed = np.full(len(words), start, np.uint64)
-        for column in range(words.shape[1]):
-            mixed += words[:, column]
-            mixed *= self._by[2 * column]
-            mixed ^= mixed >> np.uint64(32)
-            mixed *= self._by[2 * column + 1]
+        mixed: _U64 = words @ self._by[: words.shape[1]]
+        mixed += np.uint64(start)
+        mixed ^= mixed >> np.uint64(32)
+        mixed *= self._by[-1]
         mixed ^= mixed >> np.uint64(29)
-        return mixed | np.uint64(1)
+        mixed |= np.uint64(1)
+        return mixed
 
 
 class ExistenceCache:
     """Bounded knowledge of what a remote has.
 
     Args:
-        entries_max: most entries, rounded down to a power of two, at least ``WAYS``.
+        entries_max: most entries, rounded down to a power of two.
         positive_s, negative_s: seconds for which an entry holds.
     """
 
@@ -67,18 +68,17 @@ class ExistenceCache:
         positive_s: float = POSITIVE_S,
         negative_s: float = NEGATIVE_S,
     ) -> None:
-        buckets = 1 << (max(WAYS, entries_max) // WAYS).bit_length() - 1
         self._positive_s, self._negative_s = positive_s, negative_s
-        self._mask = np.uint64(buckets - 1)
-        self._tags = np.zeros((buckets, WAYS), np.uint64)
-        # The time in ticks at which an entry ends; negative for a negative entry, 0 for none.
-        self._ends = np.zeros((buckets, WAYS), np.int64)
+        self._size_max = 1 << max(_WAYS, entries_max).bit_length() - 1
+        # It grows with its entries: a lookup waits for memory at each key of a large table.
+        self._make(min(_SIZE_MIN, self._size_max))
+        self._entered = 0
         self._began: float | None = None
 
     @property
     def entries_max(self) -> int:
         """Most entries."""
-        return self._tags.size
+        return self._size_max
 
     def entries(self, now: float) -> int:
         """Return the number of entries that hold now."""
@@ -86,18 +86,21 @@ class ExistenceCache:
 
     def look(self, hashes: _U64, now: float) -> States:
         """Return what is known of blocks, by the hashes of their keys."""
-        found = np.zeros(len(hashes), np.int8)
-        buckets = self._buckets(hashes)
-        tags, ends = self._tags[buckets], self._ends[buckets]
-        ends *= tags == hashes[:, None]
-        tick = self._tick(now)
-        # An entry is either positive or negative, and one way at most has the tag.
-        found += (ends > tick).any(axis=1)
-        found -= (ends < -tick).any(axis=1)
+        places, tick = self._places(hashes), self._tick(now)
+        here, ends = self._tags.take(places) == hashes, self._ends.take(places)
+        if np.count_nonzero(here) < len(here):
+            ends *= here
+            rows = np.flatnonzero(~here)
+            for way in range(1, _WAYS):
+                others = places[rows] ^ way
+                there = self._tags.take(others) == hashes[rows]
+                ends[rows[there]] = self._ends.take(others[there])
+        found: States = (ends > tick).view(np.int8)
+        found -= (ends < -tick).view(np.int8)
         return found
 
     def note(self, hashes: _U64, present: Bools | bool, now: float, *, for_s: float = 0.0) -> None:
-        """Enter blocks as present or absent. A full set loses the entry that ends first.
+        """Enter blocks as present or absent, in place of the entry that ends first.
 
         Args:
             for_s: seconds for which the entries hold; 0 for the cache's own times.
@@ -110,26 +113,51 @@ class ExistenceCache:
         ends = np.where(
             yes, tick + max(1, int(positive_s * _TICKS)), -tick - max(1, int(negative_s * _TICKS))
         )
-        buckets = self._buckets(hashes)
-        # Several keys of one call may fall into one set: a round enters one of each.
-        left = np.arange(len(hashes))
-        while len(left):
-            _, first = np.unique(buckets[left], return_index=True)
-            rows = left[first]
-            self._enter(buckets[rows], hashes[rows], ends[rows])
-            left = np.delete(left, first)
+        self._entered += len(hashes)
+        if _SPARE * self._entered > len(self._tags):
+            self._grow(tick)
+        self._enter(hashes, ends)
 
-    def _enter(self, buckets: _U64, hashes: _U64, ends: npt.NDArray[np.int64]) -> None:
-        same = self._tags[buckets] == hashes[:, None]
-        ways = np.where(
-            same.any(axis=1), same.argmax(axis=1), np.abs(self._ends[buckets]).argmin(axis=1)
-        )
-        self._tags[buckets, ways] = hashes
-        self._ends[buckets, ways] = ends
+    def _make(self, size: int) -> None:
+        """Make an empty table."""
+        self._tags = np.zeros(size, np.uint64)
+        # The time in ticks at which an entry ends; negative for a negative entry, 0 for none.
+        self._ends = np.zeros(size, np.int64)
 
-    def _buckets(self, hashes: _U64) -> _U64:
-        buckets: _U64 = (hashes >> np.uint64(20)) & self._mask
-        return buckets
+    def _grow(self, tick: int) -> None:
+        """Enlarge the table for the entries that hold now."""
+        live = np.abs(self._ends) > tick
+        tags, ends = self._tags[live], self._ends[live]
+        size = len(self._tags)
+        while _SPARE * len(tags) > size and size < self._size_max:
+            size *= 2
+        self._entered = len(tags)
+        if size > len(self._tags):
+            self._make(size)
+            self._enter(tags, ends)
+        elif size == self._size_max:
+            self._entered = 0  # look again only after as many more
+
+    def _enter(self, hashes: _U64, ends: I64) -> None:
+        ways = np.arange(_WAYS)
+        for _ in range(_WAYS):  # keys of one call may want the same place
+            around = self._places(hashes)[:, None] ^ ways
+            # The key's own entry, else the one that ends first, its first place before others.
+            rank = np.abs(self._ends[around]) + 1
+            rank[self._tags[around] == hashes[:, None]] = 0
+            places = around[np.arange(len(around)), rank.argmin(axis=1)]
+            self._tags[places] = hashes
+            mine = self._tags[places] == hashes
+            self._ends[places[mine]] = ends[mine]
+            if mine.all():
+                break
+            hashes, ends = hashes[~mine], ends[~mine]
+
+    def _places(self, hashes: _U64) -> I64:
+        """Return the first place of each key; its others are beside it."""
+        mask = np.uint64(len(self._tags) - 1)
+        places: I64 = ((hashes >> np.uint64(20)) & mask).view(np.int64)
+        return places
 
     def _tick(self, now: float) -> int:
         """Return the ticks since the first call, from 1."""

@@ -33,11 +33,11 @@ from kvhearth_server.tiers.base import (
     Identify,
     Identity,
     Kind,
+    Known,
     LoadBatch,
     Missing,
     Outcome,
     Refusal,
-    RemoteFigures,
     StoreBatch,
     Throttled,
     Tier,
@@ -45,19 +45,15 @@ from kvhearth_server.tiers.base import (
     check_places,
     gather,
 )
+from kvhearth_server.tiers.figures import RemoteFigures
 from kvhearth_server.tiers.remote.breaker import Breaker
-from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher, States
+from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
 from kvhearth_server.tiers.remote.names import space_name
+from kvhearth_server.tiers.remote.search import Searches, failures, unknown
 
 READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
 """Deadlines of requests to the mover, which ends a helper that misses one."""
-PROBE_KEYS = 8
-"""Keys of one call of a bisection: three calls find the end of a chain of 512 keys."""
-PROBES_MAX = 256
-"""Most bisections at once; blocks of further chains count as absent for the moment."""
-FAILED_PROBE_S = 1.0
-"""Time for which blocks that could not be asked about count as absent."""
 BATCH_BLOCKS_MAX = 512
 START_S = 2.0
 """Time that a helper process may take to start before that is a problem."""
@@ -111,19 +107,6 @@ class Prices:
     put: float = 0.0
     get: float = 0.0
     gib: float = 0.0
-
-
-@dataclass(eq=False)
-class _Probe:
-    """A bisection: the first ``low`` keys are there, the one at ``high`` is not."""
-
-    family: BlockSpec
-    space: str
-    keys: list[bytes]
-    hashes: _U64
-    low: int
-    high: int
-    calls: int = 0
 
 
 @dataclass(eq=False)
@@ -187,14 +170,14 @@ class RemoteTier(Tier):
         self._ended: dict[int, tuple[str, float, Callable[[Answer], None]]] = {}
         """Kind, begin and handler of each request to the mover, by its ticket."""
         self._inner: dict[int, int] = {}
-        self._probes: dict[int, _Probe] = {}
-        """Bisections by the hash of the first key asked about."""
+        self._searches = Searches(self._cache, self.counts, self._submit_exists, clock)
         self._completions: list[Completion] = []
         self._evicted: list[Evicted] = []
         self._next_ticket = 1
         self._round_trip_s, self._bytes_per_s = _RTT_S, _BYTES_PER_S
         self._seconds: dict[str, float] = {}
         self._trouble: deque[str] = deque(maxlen=1)
+        self._is_up = mover.state.up
         self._up_at = clock()
         """Time at which the mover ran, or should have started."""
         self._draining = self._closed = False
@@ -239,7 +222,7 @@ class RemoteTier(Tier):
     @property
     def serving(self) -> bool:
         """Whether requests are sent to the remote."""
-        return not (self.breaker.is_open or self._draining) and self.mover.state.up
+        return self._is_up and not (self.breaker.is_open or self._draining)
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -322,6 +305,7 @@ class RemoteTier(Tier):
             os.eventfd_read(self._wake)
         for answer in self.mover.poll():
             self._answered(answer)
+        self._is_up = self.mover.state.up
         self._look_after_breaker()
         completions, self._completions = self._completions, []
         return completions
@@ -383,21 +367,21 @@ class RemoteTier(Tier):
             del self._ended[answer.ticket]
             seconds = self._clock() - began
             self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
-            if kind == "exists" and not _failures(answer):
+            if kind == "exists" and not failures(answer):
                 self._round_trip_s += _WEIGHT * (seconds - self._round_trip_s)
             if kind == "probe":
-                self.breaker.probed(not _failures(answer), self._clock())
+                self.breaker.probed(not failures(answer), self._clock())
                 return
             self._judge(answer)
         ended(answer)
 
     def _judge(self, answer: Answer) -> None:
         """Tell the breaker how a request ended; misses say nothing."""
-        failures, now = _failures(answer), self._clock()
-        if failures:
-            for failure in failures:
+        found, now = failures(answer), self._clock()
+        if found:
+            for failure in found:
                 self.counts.add(f"failed_{failure}", 1)
-            self._trouble.append(str(failures[0]))
+            self._trouble.append(str(found[0]))
             self.breaker.failed(now)
         elif any(isinstance(each, Done) for each in answer.outcomes):
             self.breaker.succeeded(now)
@@ -504,88 +488,33 @@ class RemoteTier(Tier):
             states == YES, facts.checksums, facts.sequences, facts.parents, states == UNKNOWN
         )
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
         """Answer a lookup from the existence cache; ask the remote about the first run of unknown
         keys, merged with the lookups that ask already.
 
         A chain is there up to some key: blocks before a known one count as present, those after
         an absent one as absent. A hole shows when it is read.
         """
-        facts = Facts.none(family, len(keys))
         space = self._space_of(family) if len(keys) and self.serving else ""
         if not space:
-            return facts
+            return Known(np.zeros(len(keys), np.bool_), None)
         hashes = self._hashes(space, family, keys)
         states = self._cache.look(hashes, self._clock())
-        low, high = _unknown(states)
+        low, high = unknown(states)
         present = states == YES
+        self.counts.add("cache_hits", len(keys) - (high - low))
+        if low >= high:
+            return Known(present, None)
         present[:low] = True
-        self.counts.add("cache_hits", int(np.count_nonzero(states)))
         self.counts.add("cache_misses", high - low)
+        if not self._searches.begin(family, space, list(keys[low:high]), hashes[low:high]):
+            return Known(present, None)
         asking = np.zeros(len(keys), np.bool_)
-        if low < high and self._begin_probe(family, space, keys, hashes, low, high):
-            asking[low:high] = True
-        return Facts(present, facts.checksums, facts.sequences, facts.parents, asking)
+        asking[low:high] = True
+        return Known(present, asking)
 
-    def _begin_probe(
-        self,
-        family: BlockSpec,
-        space: str,
-        keys: Sequence[bytes],
-        hashes: _U64,
-        low: int,
-        high: int,
-    ) -> bool:
-        """Begin to find the end of a chain between two keys, unless a probe with the same first key
-        is under way. Return false if there are too many.
-        """
-        first = int(hashes[low])
-        if first in self._probes:
-            self.counts.add("probes_merged")
-            return True
-        if len(self._probes) >= PROBES_MAX:
-            self.counts.add("probes_refused")
-            return False
-        probe = _Probe(family, space, list(keys[low:high]), hashes[low:high], 0, high - low)
-        self._probes[first] = probe
-        self.counts.add("probes")
-        return self._step(probe)
-
-    def _step(self, probe: _Probe) -> bool:
-        """Ask about keys that cut the probe's range into equal parts; false if that cannot be."""
-        rows = _cuts(probe.low, probe.high)
-        request = Exists(probe.space, probe.family, [probe.keys[row] for row in rows])
-        probe.calls += 1
-        ended = partial(self._probed, probe, rows)
-        if isinstance(self._submit("exists", request, EXISTS_S, ended), Throttled):
-            self._end_probe(probe, known=False)
-            return False
-        return True
-
-    def _probed(self, probe: _Probe, rows: list[int], answer: Answer) -> None:
-        if not answer.final:
-            return
-        if _failures(answer) or not self.serving:
-            self._end_probe(probe, known=False)
-            return
-        for row, outcome in zip(rows, answer.outcomes, strict=True):
-            if isinstance(outcome, Done):
-                probe.low = row + 1
-            else:
-                probe.high = row
-                break
-        if probe.low < probe.high:
-            self._step(probe)
-        else:
-            self._end_probe(probe, known=True)
-
-    def _end_probe(self, probe: _Probe, *, known: bool) -> None:
-        del self._probes[int(probe.hashes[0])]
-        now, end = self._clock(), probe.low
-        self._cache.note(probe.hashes[:end], True, now)
-        self._cache.note(probe.hashes[end:], False, now, for_s=0.0 if known else FAILED_PROBE_S)
-        if not known:
-            self.counts.add("probes_failed")
+    def _submit_exists(self, request: Exists, ended: Callable[[Answer], None]) -> bool:
+        return not isinstance(self._submit("exists", request, EXISTS_S, ended), Throttled)
 
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
         """Return the end of a round: a shared tier's contents are not listed."""
@@ -664,7 +593,7 @@ class RemoteTier(Tier):
             staging_free_bytes=state.staging_free_bytes,
             cache_entries=self._cache.entries(self._clock()),
             cache_entries_max=self._cache.entries_max,
-            asking=len(self._probes),
+            asking=len(self._searches),
             reading=kinds.count("get"),
             writing=kinds.count("put"),
             round_trip_s=self._round_trip_s,
@@ -703,29 +632,6 @@ class RemoteTier(Tier):
             self.mover.close()
             self._events.close()
             os.close(self._wake)
-
-
-def _unknown(states: States) -> tuple[int, int]:
-    """Return the range of a chain about which the remote must be asked; empty if there is none.
-
-    It is between the last present block before the first absent one, and that one.
-    """
-    absent = states == NO
-    high = int(absent.argmax()) if absent.any() else len(states)
-    present = np.flatnonzero(states[:high] == YES)
-    return (int(present[-1]) + 1 if len(present) else 0), high
-
-
-def _cuts(low: int, high: int) -> list[int]:
-    """Return up to ``PROBE_KEYS`` rows that cut a range into parts as equal as can be."""
-    count = min(PROBE_KEYS, high - low)
-    return [low + (high - low) * (cut + 1) // (count + 1) for cut in range(count)]
-
-
-def _failures(answer: Answer) -> list[Failure]:
-    """Return the reasons for which a request failed at the remote, each once."""
-    found = {each.reason for each in answer.outcomes if isinstance(each, Failed)}
-    return sorted(found - {Failure.CANCELLED})
 
 
 def _cancelled(outcome: Outcome) -> bool:
