@@ -498,6 +498,10 @@ class RemoteTier(Tier):
         space = self._space_of(family) if len(keys) and self.serving else ""
         if not space:
             return Known(np.zeros(len(keys), np.bool_), None)
+        first = self._hasher.hash_one(keys[0], self._start(space, family))
+        if self._cache.is_absent(first, self._clock()):
+            self.counts.add("cache_hits", len(keys))
+            return Known(np.zeros(len(keys), np.bool_), None)
         hashes = self._hashes(space, family, keys)
         states = self._cache.look(hashes, self._clock())
         low, high = unknown(states)
@@ -540,6 +544,10 @@ class RemoteTier(Tier):
         """Do nothing: what the fleet stores is bounded at the remote."""
 
     def _hashes(self, space: str, family: BlockSpec, keys: Sequence[bytes]) -> _U64:
+        return self._hasher.hashes(keys, self._start(space, family))
+
+    def _start(self, space: str, family: BlockSpec) -> int:
+        """Return the number from which keys of a family are hashed."""
         name = (space, family.length, family.shards)
         start = self._starts.get(name)
         if start is None:
@@ -547,7 +555,7 @@ class RemoteTier(Tier):
                 self._starts.clear()
             digest = hashlib.sha256(repr(name).encode()).digest()
             start = self._starts[name] = int.from_bytes(digest[:8], "little")
-        return self._hasher.hashes(keys, start)
+        return start
 
     # -- status ------------------------------------------------------------------------------------
 
