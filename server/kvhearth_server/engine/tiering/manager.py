@@ -191,6 +191,11 @@ class Tiering:
                 return None
             shared = None
         family = self.family(namespace, kv_group)
+        if shared is not None and shared.shared and not np.count_nonzero(here):
+            present, asking = shared.ask(family, keys)
+            if asking is None and not np.count_nonzero(present):
+                return None
+            return Below(present, present, asking)
         if shared is None:
             return Below(self.tier.look_up(family, keys).present & ~here)
         absent = ~here
