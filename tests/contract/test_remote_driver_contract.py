@@ -101,11 +101,11 @@ def serve(kind: str, folder: Path) -> Iterator[Remote]:
             yield Remote(kind, server.url, [server])
 
 
-def redis_tls(folder: Path) -> Server:
+def redis_tls(folder: Path, days: int = 1) -> Server:
     """Return Redis with TLS, a certificate of its own authority, and a password."""
     binary, env = redis_binary()
     authority = Authority(folder)
-    cert, key = authority.issue("server")
+    cert, key = authority.issue("server", days=days)
     options = ["--port", "0", "--tls-cert-file", str(cert), "--tls-key-file", str(key)]
     options += ["--tls-ca-cert-file", str(authority.path), "--tls-auth-clients", "no"]
     options += ["--requirepass", PASSWORD]
@@ -261,6 +261,46 @@ def test_a_missing_bucket_is_named(remote: Remote) -> None:
     with mover_desk(remote.url.replace("s3://bucket/", "s3://none-such/")) as other:
         other.until(lambda: "bucket" in other.mover.state.problem)
         assert kinds(other.get([0], OF)) == ["Failed denied"]
+
+
+def test_bits_that_flip_at_rest_are_found(remote: Remote, desk: MoverDesk) -> None:
+    if remote.kind != "rclone":
+        pytest.skip("its values are not files")
+    desk.put([0], OF)
+    desk.put([1], OF)
+    folder = remote.servers[0].folder / "data" / "bucket" / "kv" / "1"
+    for path in (each for each in folder.glob("*/*") if each.stat().st_size > 300_000):
+        whole = bytearray(path.read_bytes())
+        whole[200_000] ^= 1
+        path.write_bytes(whole)
+    assert kinds(desk.get([0, 1], OF)) == ["Corrupt remote"] * 2
+    desk.delete([0, 1])
+    assert kinds(desk.put([0], OF)) == ["Done"]
+    assert kinds(desk.get([0], OF)) == ["Done"]
+
+
+def test_a_full_server_refuses_and_keeps_what_it_has(remote: Remote, desk: MoverDesk) -> None:
+    if remote.kind != "valkey":
+        pytest.skip("it is not bounded here")
+    port = remote.servers[0].port
+    desk.put([0], OF)
+    used = resp(port, "INFO", "memory").partition(b"used_memory:")[2].partition(b"\r")[0]
+    bound = str(int(used) + 2_000_000)
+    assert resp(port, "CONFIG", "SET", "maxmemory", bound) == b"+OK\r\n"
+    try:
+        outcomes = kinds(desk.put(range(1, 12), OF))
+        assert set(outcomes) == {"Done", "Failed no_space"}
+        assert kinds(desk.get([0], OF)) == ["Done"]
+    finally:
+        resp(port, "CONFIG", "SET", "maxmemory", "0")
+
+
+def test_an_expired_certificate_is_refused(remote: Remote, tmp_path: Path) -> None:
+    if remote.kind != "redis-tls":
+        pytest.skip("it has no certificate")
+    with running(server := redis_tls(tmp_path, days=-1)), mover_desk(server.url) as refused:
+        refused.until(lambda: refused.mover.state.caps and refused.mover.state.problem)
+        assert kinds(refused.get([0], OF)) == ["Failed unreachable"]
 
 
 def test_a_foreign_certificate_is_refused(remote: Remote, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 _NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>no such bucket</Message></Error>"
+_SKEW = b"<Error><Code>RequestTimeTooSkewed</Code></Error>"
 _CODES = {
     "403": b"<Error><Code>AccessDenied</Code></Error>",
     "404": _NO_BUCKET,
@@ -27,7 +28,8 @@ class BadBucket(ThreadingHTTPServer):
     Attributes:
         mode: present misbehaviour; empty for none. Applies to names that contain ``about``.
         values: by path.
-        late: bytes of values that arrived after ``stop_at``.
+        requests: method and path of each request.
+        payload_sums: what clients said of the bodies' checksums.
     """
 
     daemon_threads = True
@@ -38,6 +40,7 @@ class BadBucket(ThreadingHTTPServer):
         self.methods = ("GET", "PUT", "HEAD", "DELETE", "POST")
         self.values: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
+        self.payload_sums: set[str] = set()
         self.released = threading.Event()
 
     @property
@@ -75,7 +78,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _act(self, act: Any) -> None:
         self.server.requests.append((self.command, self.path))
         mode = self.server.mode if self.command in self.server.methods else ""
-        if mode in _CODES:
+        if self.command == "PUT":
+            self.server.payload_sums.add(self.headers.get("x-amz-content-sha256", ""))
+        if mode == "skew":
+            self._answer(403, _SKEW)
+            self.close_connection = True
+        elif mode in _CODES:
             if length := int(self.headers.get("Content-Length", 0)):
                 self.rfile.read(length)
             self._answer(int(mode), _CODES[mode])

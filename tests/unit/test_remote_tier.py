@@ -11,9 +11,9 @@ from support.tiers import Arena, Clock, Desk, family, key_of, keys_of
 from kvhearth_server.tiers.base import (
     Corrupt,
     Done,
-    Facts,
     Failed,
     Identity,
+    Known,
     LoadBatch,
     Missing,
     StoreBatch,
@@ -44,7 +44,7 @@ class Rig(Desk):
         self.remote.use_identities(lambda of: Identity("t", of.namespace.hex(), ""))
         super().__init__(self.remote, arena)
 
-    def ask(self, numbers: range) -> Facts:
+    def ask(self, numbers: range) -> Known:
         """Ask about a chain."""
         return self.remote.ask(OF, keys_of(numbers))
 

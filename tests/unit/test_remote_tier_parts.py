@@ -78,8 +78,11 @@ def test_the_cache_knows_what_was_noted_until_it_ends(size: int) -> None:
     hashes = hasher.hashes(keys, 1)
     assert len(set(hashes.tolist())) == len(keys)
     assert (cache.look(hashes, 0.0) == UNKNOWN).all()
+    assert [hasher.hash_one(key, 1) for key in keys] == hashes.tolist()
     cache.note(hashes[:100], True, 0.0)
     cache.note(hashes[100:150], False, 0.0)
+    absent = [cache.is_absent(each, 3.0) for each in hashes.tolist()]
+    assert absent == [False] * 100 + [True] * 50 + [False] * 49
     for now in (0.0, 3.9):
         assert cache.look(hashes, now).tolist() == [YES] * 100 + [NO] * 50 + [UNKNOWN] * 49
     assert cache.look(hashes, 5.1).tolist() == [YES] * 100 + [UNKNOWN] * 99

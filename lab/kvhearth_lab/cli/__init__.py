@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 def add_bench(app: typer.Typer) -> None:
     """Add ``kvhearth bench`` with its benchmarks."""
-    from kvhearth_lab.cli import bench
+    from kvhearth_lab.cli import bench, bench_remote_tier
 
     benches = typer.Typer(
         help="Run benchmarks, each with its own daemons.", epilog=BENCH_EPILOG, no_args_is_help=True
@@ -25,6 +25,7 @@ def add_bench(app: typer.Typer) -> None:
     benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
     benches.command("peers", epilog=bench.PEERS_EPILOG)(bench.peers)
     benches.command("remote", epilog=bench.REMOTE_EPILOG)(bench.remote)
+    benches.command("remote-tier", epilog=bench_remote_tier.EPILOG)(bench_remote_tier.remote_tier)
     benches.command("scheduler", epilog=bench.SCHEDULER_EPILOG)(bench.scheduler)
     benches.command("ssd", epilog=bench.SSD_EPILOG)(bench.ssd)
     benches.command("stalls", epilog=bench.STALLS_EPILOG)(bench.stalls)

@@ -229,6 +229,18 @@ class Facts:
         return cls(np.zeros(count, np.bool_), sums, numbers[0], numbers[1])
 
 
+class Known(NamedTuple):
+    """What a tier knows of n blocks.
+
+    Attributes:
+        present: shape (n,).
+        asking: blocks of which it is finding out whether it has them, (n,); None for none.
+    """
+
+    present: Bools
+    asking: Bools | None
+
+
 @dataclass(frozen=True)
 class Completion:
     """Outcomes of a batch's blocks.
@@ -453,11 +465,11 @@ class Tier(Protocol):
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """Return the facts of blocks without reading them; this does not count as a use."""
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
-        """Return the facts of a chain's blocks, root first, for a lookup; never waits. A shared
+    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
+        """Return what is known of a chain's blocks, root first, for a lookup; never waits. A shared
         tier begins to find out what it does not know.
         """
-        return self.look_up(family, keys)
+        return Known(self.look_up(family, keys).present, None)
 
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
         """Take one short step through all stored blocks, without reading any.

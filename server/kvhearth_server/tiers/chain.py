@@ -33,6 +33,7 @@ from kvhearth_server.tiers.base import (
     Failed,
     Identify,
     Kind,
+    Known,
     LoadBatch,
     Missing,
     Offer,
@@ -462,24 +463,23 @@ class TierChain(Tier):
         """Return the facts of blocks in the tiers that are not shared."""
         return self._look_up(self._local_count, family, keys)
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
-        """Return the facts of a chain's blocks in the shared tiers, which are asked in order: each
+    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
+        """Return what the shared tiers know of a chain's blocks. They are asked in order, each
         about what the ones before do not have.
         """
-        if len(self._tiers) - self._local_count == 1:
-            return self._tiers[-1].ask(family, keys)
-        facts = Facts.none(family, len(keys))
-        asking = np.zeros(len(keys), np.bool_)
-        for tier in self._tiers[self._local_count :]:
-            rows = np.flatnonzero(~(facts.present | asking))
+        first, *others = self._tiers[self._local_count :]
+        present, asking = first.ask(family, keys)
+        for tier in others:
+            absent = ~present if asking is None else ~(present | asking)
+            rows = np.flatnonzero(absent)
             if not len(rows):
                 break
-            whole = len(rows) == len(keys)
-            found = tier.ask(family, keys if whole else [keys[row] for row in rows.tolist()])
-            facts.present[rows] = found.present
+            found = tier.ask(family, [keys[row] for row in rows.tolist()])
+            present[rows] = found.present
             if found.asking is not None:
+                asking = np.zeros(len(keys), np.bool_) if asking is None else asking
                 asking[rows] = found.asking
-        return Facts(facts.present, facts.checksums, facts.sequences, facts.parents, asking)
+        return Known(present, asking)
 
     def _look_up(self, count: int, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """Return the facts of blocks in the first ``count`` tiers."""

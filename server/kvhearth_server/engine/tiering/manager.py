@@ -192,21 +192,32 @@ class Tiering:
                 return None
             shared = None
         family = self.family(namespace, kv_group)
+        if shared is not None and shared.shared and not np.count_nonzero(here):
+            present, asking = shared.ask(family, keys)
+            if asking is None and not np.count_nonzero(present):
+                return None
+            return Below(present, present, asking)
         if shared is None:
             return Below(self.tier.look_up(family, keys).present & ~here)
         absent = ~here
         if not shared.shared:
             absent &= ~self.tier.look_up(family, keys).present
-        first = int(absent.argmax())
+        first, count = int(absent.argmax()), len(keys)
         if not absent[first]:
             return Below(~here)
-        whole = bool(absent[first:].all())  # nearly always: tiers hold chains from their begin
+        # Nearly always: tiers hold chains from their begin.
+        whole = np.count_nonzero(absent) == count - first
         rows: I64 | slice = slice(first, None) if whole else np.flatnonzero(absent)
-        found = shared.ask(family, _some(keys, rows))
-        remote = _spread(found.present, rows, len(keys))
-        asking = None if found.asking is None else _spread(found.asking, rows, len(keys))
-        present = ~(absent | here)
-        return Below(present if remote is None else present | remote, remote, asking)
+        present, asking = shared.ask(family, _some(keys, rows))
+        remote = _spread(present, rows, count) if np.count_nonzero(present) else None
+        if asking is not None:
+            asking = _spread(asking, rows, count)
+        if shared.shared:
+            if remote is None and asking is None:
+                return None
+            return Below(np.zeros(count, np.bool_) if remote is None else remote, remote, asking)
+        local = ~(absent | here)
+        return Below(local if remote is None else local | remote, remote, asking)
 
     def eta_us(
         self,
@@ -434,10 +445,8 @@ def _some(keys: Sequence[bytes], rows: I64 | slice) -> Sequence[bytes]:
     return [keys[row] for row in rows.tolist()]
 
 
-def _spread(flags: Bools, rows: I64 | slice, count: int) -> Bools | None:
-    """Return flags of some rows as flags of all ``count``; None if none is set."""
-    if not np.count_nonzero(flags):
-        return None
+def _spread(flags: Bools, rows: I64 | slice, count: int) -> Bools:
+    """Return flags of some rows as flags of all ``count``."""
     if len(flags) == count:
         return flags
     spread = np.zeros(count, np.bool_)

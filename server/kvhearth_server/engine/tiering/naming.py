@@ -30,6 +30,7 @@ class BlockNaming:
         self._core = core
         self._lineage = lineage.encode()
         self._numbers: dict[bytes, int] = {}
+        self._names: dict[tuple[bytes, int], bytes] = {}
         self._numbered = -1
         """Version of the namespaces for which ``is_current`` knows all names."""
 
@@ -87,8 +88,15 @@ class BlockNaming:
 
     def name(self, namespace: Namespace) -> bytes:
         """Return the tier's name for a namespace, valid until its copies are dropped."""
-        drops = str(namespace.tier_epoch or "").encode()
-        return hashlib.sha256(self._lineage + namespace.digest + drops).digest()
+        known = (namespace.digest, namespace.tier_epoch)
+        name = self._names.get(known)
+        if name is None:
+            if len(self._names) >= _NAMES_MAX:
+                self._names.clear()
+            drops = str(namespace.tier_epoch or "").encode()
+            name = hashlib.sha256(self._lineage + namespace.digest + drops).digest()
+            self._names[known] = name
+        return name
 
     def places(self, slots: I64, length: int) -> Records:
         """Return the places of slots (n, shards) in the arena, ``ADDRESS_DTYPE`` (n, shards)."""

@@ -1,6 +1,6 @@
 """Existence cache of a remote: which blocks it has, as far as is known, in 16 bytes an entry.
 
-A table in arrays, in which each key has two places. A wrong answer costs a read that misses, or a
+A table in arrays, in which each key has four places. A wrong answer costs a read that misses, or a
 block that is computed again, never a wrong byte: every record is verified when it is read.
 """
 
@@ -21,9 +21,16 @@ ENTRIES_MAX = 1 << 20
 POSITIVE_S, NEGATIVE_S = 60.0, 5.0
 JITTER = 0.2
 """Part of a negative entry's time that is left to chance: hosts do not ask again in step."""
+_WAYS = 4
+_OTHER_WAYS = np.arange(1, _WAYS)
+_HIGH = np.uint64(40)
+"""The upper bits of a product depend on all bits of its factors."""
+_SIZE_MIN, _SPARE = 1 << 16, 4
+"""Smallest table, and its places for each entry."""
 _TICKS = 16
 """Ticks of a second."""
 _WORD_BYTES = 8
+_WORD = (1 << 64) - 1
 
 _U64 = npt.NDArray[np.uint64]
 States = npt.NDArray[np.int8]
@@ -36,6 +43,7 @@ class Hasher:
 
     def __init__(self) -> None:
         self._by = np.frombuffer(secrets.token_bytes(9 * _WORD_BYTES), np.uint64) | np.uint64(1)
+        self._by_numbers: list[int] = self._by.tolist()
 
     def hashes(self, keys: Sequence[bytes], start: int) -> _U64:
         """Return the hashes of keys of one length, never 0, shape (n,); another 64-bit ``start``
@@ -46,16 +54,23 @@ class Hasher:
         mixed += np.uint64(start)
         mixed ^= mixed >> np.uint64(32)
         mixed *= self._by[-1]
-        mixed ^= mixed >> np.uint64(29)
         mixed |= np.uint64(1)
         return mixed
+
+    def hash_one(self, key: bytes, start: int) -> int:
+        """Return the hash of one key as ``hashes`` does, without numpy's cost per call."""
+        mixed = start
+        for at, by in zip(range(0, len(key), _WORD_BYTES), self._by_numbers, strict=False):
+            mixed += int.from_bytes(key[at : at + _WORD_BYTES], "little") * by
+        mixed &= _WORD
+        return (mixed ^ mixed >> 32) * self._by_numbers[-1] & _WORD | 1
 
 
 class ExistenceCache:
     """Bounded knowledge of what a remote has.
 
     Args:
-        entries_max: most entries, rounded down to a power of two, at least ``WAYS``.
+        entries_max: most entries, rounded down to a power of two.
         positive_s, negative_s: seconds for which an entry holds.
     """
 
@@ -65,30 +80,40 @@ class ExistenceCache:
         positive_s: float = POSITIVE_S,
         negative_s: float = NEGATIVE_S,
     ) -> None:
-        size = 1 << max(2, entries_max).bit_length() - 1
         self._positive_s, self._negative_s = positive_s, negative_s
-        self._mask = np.uint64(size - 1)
-        self._tags = np.zeros(size, np.uint64)
-        # The time in ticks at which an entry ends; negative for a negative entry, 0 for none.
-        self._ends = np.zeros(size, np.int64)
+        self._size_max = 1 << max(_WAYS, entries_max).bit_length() - 1
+        # It grows with its entries: a lookup waits for memory at each key of a large table.
+        self._make(min(_SIZE_MIN, self._size_max))
+        self._entered = 0
         self._began: float | None = None
 
     @property
     def entries_max(self) -> int:
         """Most entries."""
-        return self._tags.size
+        return self._size_max
 
     def entries(self, now: float) -> int:
         """Return the number of entries that hold now."""
         return int(np.count_nonzero(np.abs(self._ends) > self._tick(now)))
 
+    def is_absent(self, one: int, now: float) -> bool:
+        """Whether a block, by the hash of its key, is known to be absent."""
+        place = (one >> int(_HIGH)) & (len(self._tags) - 1)
+        for way in range(_WAYS):
+            if self._tags.item(place ^ way) == one:
+                return bool(self._ends.item(place ^ way) < -self._tick(now))
+        return False
+
     def look(self, hashes: _U64, now: float) -> States:
         """Return what is known of blocks, by the hashes of their keys."""
-        one, tick = self._places(hashes), self._tick(now)
-        other = one ^ 1
-        # One place at most has the tag.
-        ends = self._ends.take(one) * (self._tags.take(one) == hashes)
-        ends += self._ends.take(other) * (self._tags.take(other) == hashes)
+        places, tick = self._places(hashes), self._tick(now)
+        here, ends = self._tags.take(places) == hashes, self._ends.take(places)
+        if np.count_nonzero(here) < len(here):
+            ends *= here
+            rows = np.flatnonzero(~here)
+            others = places[rows][:, None] ^ _OTHER_WAYS
+            there = self._tags.take(others) == hashes[rows][:, None]
+            ends[rows] = (self._ends.take(others) * there).sum(axis=1)
         found: States = (ends > tick).view(np.int8)
         found -= (ends < -tick).view(np.int8)
         return found
@@ -107,9 +132,39 @@ class ExistenceCache:
         ends = np.where(
             yes, tick + max(1, int(positive_s * _TICKS)), -tick - max(1, int(negative_s * _TICKS))
         )
-        for _ in range(2):  # keys of one call may want the same place
-            one = self._places(hashes)
-            places = one ^ self._takes_other(one, hashes)
+        self._entered += len(hashes)
+        if _SPARE * self._entered > len(self._tags):
+            self._grow(tick)
+        self._enter(hashes, ends)
+
+    def _make(self, size: int) -> None:
+        """Make an empty table."""
+        self._tags = np.zeros(size, np.uint64)
+        # The time in ticks at which an entry ends; negative for a negative entry, 0 for none.
+        self._ends = np.zeros(size, np.int64)
+
+    def _grow(self, tick: int) -> None:
+        """Enlarge the table for the entries that hold now."""
+        live = np.abs(self._ends) > tick
+        tags, ends = self._tags[live], self._ends[live]
+        size = len(self._tags)
+        while _SPARE * len(tags) > size and size < self._size_max:
+            size *= 2
+        self._entered = len(tags)
+        if size > len(self._tags):
+            self._make(size)
+            self._enter(tags, ends)
+        elif size == self._size_max:
+            self._entered = 0  # look again only after as many more
+
+    def _enter(self, hashes: _U64, ends: I64) -> None:
+        ways = np.arange(_WAYS)
+        for _ in range(_WAYS):  # keys of one call may want the same place
+            around = self._places(hashes)[:, None] ^ ways
+            # The key's own entry, else the one that ends first, its first place before others.
+            rank = np.abs(self._ends[around]) + 1
+            rank[self._tags[around] == hashes[:, None]] = 0
+            places = around[np.arange(len(around)), rank.argmin(axis=1)]
             self._tags[places] = hashes
             mine = self._tags[places] == hashes
             self._ends[places[mine]] = ends[mine]
@@ -117,17 +172,10 @@ class ExistenceCache:
                 break
             hashes, ends = hashes[~mine], ends[~mine]
 
-    def _takes_other(self, one: I64, hashes: _U64) -> Bools:
-        """Return which keys are to be entered in their second places."""
-        other = one ^ 1
-        here, there = self._tags[one] == hashes, self._tags[other] == hashes
-        later = np.abs(self._ends[one]) > np.abs(self._ends[other])
-        taken: Bools = there | (~here & later)
-        return taken
-
     def _places(self, hashes: _U64) -> I64:
-        """Return the first place of each key; the second one is beside it."""
-        places: I64 = ((hashes >> np.uint64(20)) & self._mask).view(np.int64)
+        """Return the first place of each key; its others are beside it."""
+        mask = np.uint64(len(self._tags) - 1)
+        places: I64 = ((hashes >> _HIGH) & mask).view(np.int64)
         return places
 
     def _tick(self, now: float) -> int:

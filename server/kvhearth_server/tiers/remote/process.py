@@ -232,6 +232,11 @@ class ProcessMover:
             self._starts > 0,  # its locks are free only once an earlier one is gone
         )
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the helper; None while none runs."""
+        return None if self._child is None else self._child.process.pid
+
     def _many_kills(self) -> str:
         recent = [at for at in self._kills if time.monotonic() - at < _KILLS_WITHIN_S]
         if len(recent) < _KILLS_MANY:

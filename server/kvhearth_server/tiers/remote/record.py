@@ -7,6 +7,7 @@ Everything is little endian. The header names the block, so that a wrong object 
 from __future__ import annotations
 
 import enum
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,31 +17,18 @@ from kvhearth_server.tiers.base import KEY_BYTES_MAX, BlockSpec, Corrupt, Missin
 from kvhearth_server.tiers.remote.names import SPACE_BYTES
 
 MAGIC = 0x4F56_4B48
+_MAGIC = MAGIC.to_bytes(4, "little")
 VERSION = 1
 _ALIGN_BYTES = 64
 _SUM = np.dtype(f"V{CHECKSUM_BYTES}")
 
-HEADER_DTYPE = np.dtype(
-    [
-        ("magic", "<u4"),
-        ("version", "<u2"),
-        ("group", "u1"),
-        ("key_bytes", "u1"),
-        ("shards", "<u4"),
-        ("length", "<u4"),
-        ("space", f"V{SPACE_BYTES}"),
-        ("key", f"V{KEY_BYTES_MAX}"),
-        ("parent", f"V{KEY_BYTES_MAX}"),
-        ("parent_bytes", "u1"),
-        ("reserved", "V79"),
-        ("check", _SUM),
-    ]
-)
-"""``length`` is that of one shard; ``parent`` the key of the block that this one continues, of 0
-bytes for none; ``check`` the xxh3_128 of the header's bytes before it and of the checksums.
+_HEADER = struct.Struct(f"<IHBBII{SPACE_BYTES}s{KEY_BYTES_MAX}s{KEY_BYTES_MAX}sB79x")
+"""Magic, version, group, bytes of the key, shards, length of one, space, key, key of the block that
+this one continues, its bytes (0 for none). A check follows: the xxh3_128 of these and of the
+checksums.
 """
-HEADER_BYTES = HEADER_DTYPE.itemsize
-_CHECKED_BYTES = HEADER_BYTES - CHECKSUM_BYTES
+_CHECKED_BYTES = _HEADER.size
+HEADER_BYTES = _CHECKED_BYTES + CHECKSUM_BYTES
 
 
 class Doubt(enum.StrEnum):
@@ -96,41 +84,38 @@ def record_bytes(family: BlockSpec) -> int:
 
 def write_head(into: U8, name: Name, head: Head) -> None:
     """Write everything before the first shard to the start of ``into``."""
-    row = np.zeros((), HEADER_DTYPE)
-    row["magic"], row["version"] = MAGIC, VERSION
-    row["group"], row["key_bytes"] = name.family.group, len(name.key)
-    row["shards"], row["length"] = name.family.shards, name.family.length
-    row["space"] = bytes.fromhex(name.space)
-    row["key"] = name.key.ljust(KEY_BYTES_MAX, b"\0")
-    row["parent"], row["parent_bytes"] = head.parent.ljust(KEY_BYTES_MAX, b"\0"), len(head.parent)
-    checked = row.tobytes()[:_CHECKED_BYTES]
+    family, key, parent = name.family, name.key, head.parent
+    space = bytes.fromhex(name.space)
+    sizes = (len(key), family.shards, family.length)
+    checked = _HEADER.pack(MAGIC, VERSION, family.group, *sizes, space, key, parent, len(parent))
     sums = head.checksums.tobytes()
     whole = checked + checksum_of(checked + sums) + sums
-    offset = payload_offset(name.family.shards)
+    offset = payload_offset(family.shards)
     into[:offset] = np.frombuffer(whole.ljust(offset, b"\0"), np.uint8)
 
 
 def read_head(record: U8, name: Name) -> Head | Doubt:
     """Return the header of a whole record, if it is that of the named block."""
-    if len(record) < 4 or int(record[:4].view("<u4")[0]) != MAGIC:
+    start = record[:HEADER_BYTES].tobytes()
+    if start[:4] != _MAGIC:
         return Doubt.FOREIGN
-    if len(record) < HEADER_BYTES:
+    if len(start) < HEADER_BYTES:
         return Doubt.DAMAGED
-    row = record[:HEADER_BYTES].view(HEADER_DTYPE)[0]
-    if row["version"] != VERSION:
+    _, version, group, key_bytes, shards, length, space, key, parent, parent_bytes = (
+        _HEADER.unpack_from(start)
+    )
+    if version != VERSION:
         return Doubt.VERSION
-    shards, end = int(row["shards"]), HEADER_BYTES + int(row["shards"]) * CHECKSUM_BYTES
-    size = payload_offset(shards) + shards * int(row["length"])
-    if len(record) != size:
+    end = HEADER_BYTES + shards * CHECKSUM_BYTES
+    if len(record) != payload_offset(shards) + shards * length:
         return Doubt.DAMAGED
     sums = record[HEADER_BYTES:end].tobytes()
-    if checksum_of(record[:_CHECKED_BYTES].tobytes() + sums) != row["check"].tobytes():
+    if checksum_of(start[:_CHECKED_BYTES] + sums) != start[_CHECKED_BYTES:]:
         return Doubt.DAMAGED
-    key, parent = int(row["key_bytes"]), int(row["parent_bytes"])
-    stated = (row["space"].tobytes().hex(), int(row["group"]), shards, int(row["length"]))
     family = name.family
+    stated = (space.hex(), group, shards, length)
     if stated != (name.space, family.group, family.shards, family.length):
         return Doubt.MISPLACED
-    if key != len(name.key) or row["key"].tobytes()[:key] != name.key or parent > KEY_BYTES_MAX:
+    if key[:key_bytes] != name.key or max(key_bytes, parent_bytes) > KEY_BYTES_MAX:
         return Doubt.MISPLACED
-    return Head(np.frombuffer(sums, _SUM), row["parent"].tobytes()[:parent])
+    return Head(np.frombuffer(sums, _SUM), parent[:parent_bytes])

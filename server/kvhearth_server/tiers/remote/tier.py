@@ -33,6 +33,7 @@ from kvhearth_server.tiers.base import (
     Identify,
     Identity,
     Kind,
+    Known,
     LoadBatch,
     Missing,
     Outcome,
@@ -487,31 +488,34 @@ class RemoteTier(Tier):
             states == YES, facts.checksums, facts.sequences, facts.parents, states == UNKNOWN
         )
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
         """Answer a lookup from the existence cache; ask the remote about the first run of unknown
         keys, merged with the lookups that ask already.
 
         A chain is there up to some key: blocks before a known one count as present, those after
         an absent one as absent. A hole shows when it is read.
         """
-        facts = Facts.none(family, len(keys))
         space = self._space_of(family) if len(keys) and self.serving else ""
         if not space:
-            return facts
+            return Known(np.zeros(len(keys), np.bool_), None)
+        first = self._hasher.hash_one(keys[0], self._start(space, family))
+        if self._cache.is_absent(first, self._clock()):
+            self.counts.add("cache_hits", len(keys))
+            return Known(np.zeros(len(keys), np.bool_), None)
         hashes = self._hashes(space, family, keys)
         states = self._cache.look(hashes, self._clock())
         low, high = unknown(states)
         present = states == YES
+        self.counts.add("cache_hits", len(keys) - (high - low))
+        if low >= high:
+            return Known(present, None)
         present[:low] = True
-        self.counts.add("cache_hits", int(np.count_nonzero(states)))
         self.counts.add("cache_misses", high - low)
-        asking = None
-        if low < high and self._searches.begin(
-            family, space, list(keys[low:high]), hashes[low:high]
-        ):
-            asking = np.zeros(len(keys), np.bool_)
-            asking[low:high] = True
-        return Facts(present, facts.checksums, facts.sequences, facts.parents, asking)
+        if not self._searches.begin(family, space, list(keys[low:high]), hashes[low:high]):
+            return Known(present, None)
+        asking = np.zeros(len(keys), np.bool_)
+        asking[low:high] = True
+        return Known(present, asking)
 
     def _submit_exists(self, request: Exists, ended: Callable[[Answer], None]) -> bool:
         return not isinstance(self._submit("exists", request, EXISTS_S, ended), Throttled)
@@ -540,6 +544,10 @@ class RemoteTier(Tier):
         """Do nothing: what the fleet stores is bounded at the remote."""
 
     def _hashes(self, space: str, family: BlockSpec, keys: Sequence[bytes]) -> _U64:
+        return self._hasher.hashes(keys, self._start(space, family))
+
+    def _start(self, space: str, family: BlockSpec) -> int:
+        """Return the number from which keys of a family are hashed."""
         name = (space, family.length, family.shards)
         start = self._starts.get(name)
         if start is None:
@@ -547,7 +555,7 @@ class RemoteTier(Tier):
                 self._starts.clear()
             digest = hashlib.sha256(repr(name).encode()).digest()
             start = self._starts[name] = int.from_bytes(digest[:8], "little")
-        return self._hasher.hashes(keys, start)
+        return start
 
     # -- status ------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvhearth.model import U8, Records, checksum_of
-from kvhearth.native.blocks import address_of, sums_at
-from kvhearth.shared_memory import SharedMapping
+from kvhearth.native.blocks import address_of, block_mover
+from kvhearth.shared_memory import MADV_POPULATE_WRITE, SharedMapping, advise
 from kvhearth_server.tiers.base import Corrupt, Done, Outcome
 from kvhearth_server.tiers.remote.record import (
     Doubt,
@@ -25,6 +25,7 @@ from kvhearth_server.tiers.remote.record import (
 
 _HUGE_BYTES = 2 << 20
 _MAP_HUGETLB = 0x40000
+_SOURCE = Corrupt("source")
 
 
 def _staging(size: int) -> U8:
@@ -39,15 +40,31 @@ def _staging(size: int) -> U8:
         memory = mmap.mmap(-1, whole, flags=flags)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    found = np.frombuffer(memory, np.uint8)
+    # Faulted in now; before Linux 5.14 as it is used.
+    advise(address_of(found), whole, MADV_POPULATE_WRITE)
+    return found
 
 
-def _sums(shards: Sequence[U8]) -> list[bytes]:
-    lengths = np.array([len(each) for each in shards], np.int64)
-    addresses = np.array([address_of(each) for each in shards], np.int64)
-    if (found := sums_at(addresses, lengths)) is not None:
-        return [row.tobytes() for row in found]
-    return [checksum_of(each.data) for each in shards]
+class _Copier:
+    """Copies shards of one length and checksums them in the same pass."""
+
+    def __init__(self, length: int) -> None:
+        # Pages one byte apart are addresses.
+        self._mover = block_mover([(0, 1, length)])
+
+    def copy(self, shard: U8, slot: U8, *, to_slot: bool) -> bytes:
+        """Copy a shard into its slot, or back; return the checksum of its bytes."""
+        if self._mover is not None:
+            at, slot_at = address_of(shard), address_of(slot)
+            found = self._mover.move_one(at, slot_at, to_slot=to_slot, sums=True)
+            assert found is not None
+            return found
+        if to_slot:
+            slot[:] = shard
+            return checksum_of(shard.data)
+        shard[:] = slot
+        return checksum_of(shard.data)
 
 
 class Memory:
@@ -61,6 +78,7 @@ class Memory:
     def __init__(self, regions: Sequence[tuple[int, int]], staging_bytes: int) -> None:
         self._regions = [np.asarray(SharedMapping(fd, size)) for fd, size in regions]
         self._staging = _staging(staging_bytes)
+        self._copiers: dict[int, _Copier] = {}
 
     @property
     def staging(self) -> memoryview:
@@ -88,25 +106,27 @@ class Memory:
         Returns:
             ``Done``, or ``Corrupt`` if a slot does not have the bytes of its checksum.
         """
-        family = name.family
         write_head(into, name, head)
-        shards = _shards(into, name)
-        for shard, slot in zip(shards, self._slots(places, family.length), strict=True):
-            shard[:] = slot
         wanted = [each.tobytes() for each in head.checksums]
-        return Done() if _sums(shards) == wanted else Corrupt("source")
+        return Done() if self._copy(name, into, places, to_slots=False) == wanted else _SOURCE
 
     def unstage(self, name: Name, record: U8, places: Records) -> Head | Doubt:
-        """Verify a record and copy its block to the slots; return its header."""
+        """Copy a record's block to its slots and verify it; return its header. After a doubt the
+        slots' bytes are undefined.
+        """
         head = read_head(record, name)
         if isinstance(head, Doubt):
             return head
-        shards = _shards(record, name)
-        if _sums(shards) != [each.tobytes() for each in head.checksums]:
-            return Doubt.TORN
-        for shard, slot in zip(shards, self._slots(places, name.family.length), strict=True):
-            slot[:] = shard
-        return head
+        wanted = [each.tobytes() for each in head.checksums]
+        return head if self._copy(name, record, places, to_slots=True) == wanted else Doubt.TORN
+
+    def _copy(self, name: Name, record: U8, places: Records, *, to_slots: bool) -> list[bytes]:
+        length = name.family.length
+        copier = self._copiers.get(length)
+        if copier is None:
+            copier = self._copiers[length] = _Copier(length)
+        pairs = zip(_shards(record, name), self._slots(places, length), strict=True)
+        return [copier.copy(*each, to_slot=to_slots) for each in pairs]
 
 
 def _shards(record: U8, name: Name) -> list[U8]:

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ _THREADS = 2
 """Threads that copy and verify."""
 _AGAIN_FIRST_S = 1.0
 _AGAIN_MAX_S = 30.0
-_INLINE_BYTES = 32 << 10
+_INLINE_BYTES = 4 << 20
 """Records up to this size are copied by the loop itself."""
 
 
@@ -178,30 +178,30 @@ class Service:
 
     async def _put(self, work: Work, request: Put, names: list[str]) -> Results:
         size = record_bytes(request.family)
-        left = len(names)
+        outcomes: list[Outcome] = [Done()] * len(names)
 
-        async def row(index: int) -> Outcome:
-            nonlocal left
-            into = self._memory.staged(work.offsets[index], size)
-            name = Name(request.space, request.family, request.keys[index])
-            head = RecordHead(request.checksums[index], request.parents[index])
-            places = request.places[index]
-            try:
-                staged: Outcome = await self._copied(
-                    size, self._memory.stage, name, head, places, into
-                )
-            finally:
-                left -= 1
-                if not left:
-                    await self._send(encode({"kind": "copied", "ticket": work.ticket}))
-            if not isinstance(staged, Done):
-                return staged
+        async def send(index: int, staged: U8) -> None:
             async with self._slots[Put]:
-                if (gone := self._gone(work)) is not None:
-                    return gone
-                return await self._put_one(names[index], into, work.deadline)
+                gone = self._gone(work)
+                outcomes[index] = gone or await self._put_one(names[index], staged, work.deadline)
 
-        return Results(await _all(row(index) for index in range(len(names))))
+        sending = []
+        try:
+            for index, key in enumerate(request.keys):
+                into = self._memory.staged(work.offsets[index], size)
+                name = Name(request.space, request.family, key)
+                head = RecordHead(request.checksums[index], request.parents[index])
+                places = request.places[index]
+                outcome = await self._copied(size, self._memory.stage, name, head, places, into)
+                outcomes[index] = outcome
+                if isinstance(outcome, Done):
+                    sending.append(asyncio.create_task(send(index, into)))
+                # What was staged is on its way while the next one is copied.
+                await asyncio.sleep(0)
+        finally:
+            await self._send(encode({"kind": "copied", "ticket": work.ticket}))
+            await _all(sending)
+        return Results(outcomes)
 
     async def _put_one(self, name: str, value: U8, deadline: float) -> Outcome:
         began = time.monotonic()
@@ -219,28 +219,19 @@ class Service:
 
         outcomes: list[Outcome] = [Missing()] * count
 
-        async def finish(index: int, found: memoryview | Outcome) -> None:
-            nonlocal first_miss
-            outcome: Outcome = Done()
-            if isinstance(found, memoryview):
-                name = Name(request.space, request.family, request.keys[index])
-                record = np.frombuffer(found, np.uint8)
-                head: RecordHead | Doubt = await self._copied(
-                    size, self._memory.unstage, name, record, request.places[index]
-                )
-                if isinstance(head, Doubt):
-                    self._counts[f"doubt_{head.value}"] += 1
-                    outcome = head.outcome
-                else:
-                    self._counts["get_bytes"] += size
-                    sums[index], parents[index] = head.checksums, head.parent
-            else:
-                outcome = found
-            if isinstance(outcome, Missing):
-                first_miss = min(first_miss, index)
-            outcomes[index] = outcome
+        def finish(index: int, found: memoryview) -> Outcome:
+            name = Name(request.space, request.family, request.keys[index])
+            record = np.frombuffer(found, np.uint8)
+            head = self._memory.unstage(name, record, request.places[index])
+            if isinstance(head, Doubt):
+                self._counts[f"doubt_{head.value}"] += 1
+                return head.outcome
+            self._counts["get_bytes"] += size
+            sums[index], parents[index] = head.checksums, head.parent
+            return Done()
 
         async def portion(rows: range) -> None:
+            nonlocal first_miss
             async with self._slots[Get]:
                 if rows[0] > first_miss:
                     return
@@ -249,7 +240,15 @@ class Service:
                     return
                 into = [self._memory.staged(work.offsets[row], size).data for row in rows]
                 found = await self._driver.get([names[row] for row in rows], into, work.deadline)
-            await _all(finish(row, each) for row, each in zip(rows, found, strict=True))
+            for row, each in zip(rows, found, strict=True):
+                outcome: Outcome = (
+                    each
+                    if not isinstance(each, memoryview)
+                    else (await self._copied(size, finish, row, each))
+                )
+                outcomes[row] = outcome
+                if isinstance(outcome, Missing):
+                    first_miss = min(first_miss, row)
 
         began = time.monotonic()
         step = self._driver.portion(size)
@@ -265,7 +264,7 @@ class Service:
 _T = TypeVar("_T")
 
 
-async def _all(rows: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def _all(rows: Iterable[Awaitable[_T]]) -> list[_T]:
     """Run rows side by side; a batch is over when its last row is."""
     found = await asyncio.gather(*rows, return_exceptions=True)
     for each in found:
