@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvhearth.errors import KVHearthError
+from kvhearth.url import SYSTEM_SOCKET_DIR
 from kvhearth_server.config.value_types import (
     Address,
     OptionalSize,
@@ -66,7 +67,9 @@ class Settings(BaseSettings):
     )
 
     socket_dir: Path = Field(
-        Path("/run/kvhearth"), description="Directory of the unix sockets and the admin token."
+        SYSTEM_SOCKET_DIR,
+        description="Directory of the unix sockets and the admin token. For a user who may not "
+        "write there: $XDG_RUNTIME_DIR/kvhearth.",
     )
     memory: Size = Field(
         1 << 30, gt=0, description="Memory for all tenants together, rounded down to whole slabs."
@@ -74,7 +77,8 @@ class Settings(BaseSettings):
     arena_dir: Path | None = Field(
         None,
         description="Directory on hugetlbfs or tmpfs for the arena's files; the cache then "
-        "survives a restart of the daemon. Default: anonymous memory.",
+        "survives a restart of the daemon; none: anonymous memory. Default: /dev/shm/kvhearth-UID "
+        "if socket_dir is the default too and there is room, else none.",
     )
     keep_memory: bool = Field(
         False,
@@ -277,6 +281,13 @@ class Settings(BaseSettings):
         description="Bytes per second that are verified in the background, for memory and for SSD "
         "each; 0: none.",
     )
+    curve_keys: int = Field(
+        8192,
+        ge=0,
+        le=1 << 20,
+        description="Number of keys tracked for each tenant to tell what more memory would bring "
+        "(kvhearth mrc); 300 bytes each. 0: none.",
+    )
     grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
         "on",
         description="Engines' calls over gRPC, for clients in other languages; engines that use "
@@ -351,6 +362,11 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Use only the caller's values; ``load_settings`` merges the other sources by name."""
         return (init_settings,)
+
+    @field_validator("arena_dir", mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return None if value == "none" else value
 
     @field_validator(
         *("socket_dir", "arena_dir", "read_token_file", "keys_file", "remote_fleet_key_file"),

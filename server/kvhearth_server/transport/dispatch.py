@@ -192,7 +192,7 @@ class Dispatcher:
             f"{len(request.counters)} counters, at most {COUNTERS_PER_HEARTBEAT_MAX}",
         )
         group = self._engine.core.state.group_of(caller.session)
-        self._engine.reported.note(caller.session, caller.namespace.tenant, request.counters)
+        self._engine.heard(caller.session, caller.namespace, request.counters)
         return cache_pb2.HeartbeatResponse(
             boot_id=self._engine.boot_id,
             epoch=caller.namespace.epoch,
@@ -207,6 +207,7 @@ class Dispatcher:
         items = asked_for(contract, request, caller.keys_max)
         if isinstance(items, SingleLookup):
             if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
+                engine.accesses.looked_up_one(caller.namespace, items)
                 return one
             items = keys_items(contract, request.groups, caller.keys_max)
         found = engine.call_deferred(
@@ -234,6 +235,8 @@ class Dispatcher:
                 found=found.groups,
                 asking=found.asking and request.knows_remote,
             )
+        again = request.prefetch and bool(found.promotion_queue)
+        engine.accesses.looked_up(caller.namespace, items, caller.session, again=again)
         for presence in found.groups:
             add_presence(reply.groups, presence, knows_remote=request.knows_remote)
         return reply
@@ -339,12 +342,14 @@ class Dispatcher:
         engine, contract = self._engine, caller.contract
         one = one_commit(contract, request.groups)
         if one is not None and _commit_one(engine, request.epoch, one, caller):
+            engine.accesses.stored(caller.namespace, one.kv_group, one.key)
             reply = self._stored.get(one.kv_group)
             if reply is None:
                 reply = self._stored[one.kv_group] = ready_stored(engine.boot_id, one.kv_group)
             return reply
         few = few_commits(contract, request.groups)
         if few is not None and (stored := _commit_few(engine, request.epoch, few, caller)):
+            engine.accesses.stored(caller.namespace, few[0].kv_group, request.groups[0].keys)
             bits = np.array(stored)
             return cache_pb2.CommitResponse(
                 boot_id=engine.boot_id, stored=bitmaps([few[0].kv_group], [bits])
@@ -353,6 +358,8 @@ class Dispatcher:
         hit("commit.before")
         commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
         engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
+        for group in request.groups:
+            engine.accesses.stored(caller.namespace, group.group, group.keys)
         return self._commit_more(commit, caller) if commit.unfinished else self._committed(commit)
 
     async def _commit_more(self, commit: Commit, caller: CallContext) -> cache_pb2.CommitResponse:

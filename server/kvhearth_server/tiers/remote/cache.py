@@ -22,6 +22,9 @@ POSITIVE_S, NEGATIVE_S = 60.0, 5.0
 JITTER = 0.2
 """Part of a negative entry's time that is left to chance: hosts do not ask again in step."""
 _WAYS = 4
+_OTHER_WAYS = np.arange(1, _WAYS)
+_HIGH = np.uint64(40)
+"""The upper bits of a product depend on all bits of its factors."""
 _SIZE_MIN, _SPARE = 1 << 16, 4
 """Smallest table, and its places for each entry."""
 _TICKS = 16
@@ -49,7 +52,6 @@ class Hasher:
         mixed += np.uint64(start)
         mixed ^= mixed >> np.uint64(32)
         mixed *= self._by[-1]
-        mixed ^= mixed >> np.uint64(29)
         mixed |= np.uint64(1)
         return mixed
 
@@ -91,10 +93,9 @@ class ExistenceCache:
         if np.count_nonzero(here) < len(here):
             ends *= here
             rows = np.flatnonzero(~here)
-            for way in range(1, _WAYS):
-                others = places[rows] ^ way
-                there = self._tags.take(others) == hashes[rows]
-                ends[rows[there]] = self._ends.take(others[there])
+            others = places[rows][:, None] ^ _OTHER_WAYS
+            there = self._tags.take(others) == hashes[rows][:, None]
+            ends[rows] = (self._ends.take(others) * there).sum(axis=1)
         found: States = (ends > tick).view(np.int8)
         found -= (ends < -tick).view(np.int8)
         return found
@@ -156,7 +157,7 @@ class ExistenceCache:
     def _places(self, hashes: _U64) -> I64:
         """Return the first place of each key; its others are beside it."""
         mask = np.uint64(len(self._tags) - 1)
-        places: I64 = ((hashes >> np.uint64(20)) & mask).view(np.int64)
+        places: I64 = ((hashes >> _HIGH) & mask).view(np.int64)
         return places
 
     def _tick(self, now: float) -> int:
