@@ -35,6 +35,7 @@ from kvhearth_server.tiers.remote.record import Head as RecordHead
 _READ_BYTES = 1 << 20
 _THREADS = 2
 """Threads that copy and verify."""
+_AHEAD = 2
 _AGAIN_FIRST_S = 1.0
 _AGAIN_MAX_S = 30.0
 _INLINE_BYTES = 4 << 20
@@ -64,7 +65,8 @@ class Service:
         self._place = place
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(_THREADS, "kvhearth-mover")
-        self._slots = {kind: asyncio.Semaphore(driver.parallel) for kind in (Get, Put)}
+        # Some more than the driver wants: they are under way while others are copied and verified.
+        self._slots = {kind: asyncio.Semaphore(driver.parallel + _AHEAD) for kind in (Get, Put)}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
         self._counts: Counter[str] = Counter()
