@@ -90,6 +90,7 @@ def build() -> typer.Typer:
         mrc,
         serve,
         show,
+        sizing,
         stats,
         tokens,
     )
@@ -122,6 +123,7 @@ def build() -> typer.Typer:
     identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
     app.add_typer(identities, name="token")
     _add_traces(app)
+    app.command("size", epilog=sizing.EPILOG)(sizing.sized)
     app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
