@@ -122,7 +122,8 @@ def open(
     """Return a cache at a daemon; the daemon may be away, and everything is a miss then.
 
     Args:
-        url: ``kvhearth+unix:///run/kvhearth``.
+        url: ``kvhearth+unix:///run/kvhearth``, or ``kvhearth+unix:`` for this user's daemon, else
+            the system's.
         contract: see ``contract_for``; one KV group, one rank.
         name: this process's name in the daemon's log, or empty for a random one.
         wait_s: how long to wait for the daemon.

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -22,20 +23,24 @@ from urllib.parse import quote
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from support.daemon import running_daemon, until
+from support.daemon import Daemon, running_daemon, until
 from support.http_door import ANY_PORT, address_of
 from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
+from support.ssd_kit import new_keys
 
 from kvhearth.connectors.core.settings import URL_ENV, parse_settings
 from kvhearth.connectors.vllm.adapter import VllmSettings
 from kvhearth.url import parse_url
-from kvhearth.version import __version__
+from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.config.load import ENV_PREFIX, Settings
 from kvhearth_server.config.value_types import parse_size
+from kvhearth_server.observability.metrics import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = DEPLOY / "systemd/kvhearth.service"
 PROMETHEUS = DEPLOY / "prometheus"
+RULES = (PROMETHEUS / "alerts.yml", PROMETHEUS / "rules.yml")
+DASHBOARD = DEPLOY / "grafana/kvhearth.json"
 SCHEMAS = ROOT / ".venv-tools/bin/kubernetes-validate"
 EXPOSURE_MAX = 20
 """Upper bound on systemd's exposure level, in tenths; a level below 2.0 is shown green."""
@@ -155,7 +160,8 @@ def test_the_sidecars_ssd_tier_is_a_few_lines(tmp_path: Path) -> None:
 def test_compose() -> None:
     loaded: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
     services = loaded["services"]
-    assert set(services) == {"arena", "kvhearth", "engine", "prometheus"}
+    wanted = {"arena", "kvhearth", "engine", "engine-cpu", "prometheus", "grafana"}
+    assert set(services) == wanted
     daemon = services["kvhearth"]
     settings = _settings({n: default(v) for n, v in daemon["environment"].items()})
     assert settings.arena_dir == Path("/arena")
@@ -172,7 +178,11 @@ def test_compose() -> None:
     assert services["engine"]["volumes"] == needs, "of the daemon it needs the sockets only"
     waits_for = services["engine"]["depends_on"]["kvhearth"]["condition"]
     assert waits_for == "service_started", "an engine computes without a healthy daemon"
-    assert services["engine"]["profiles"] == ["engine"]
+    profiles = {name: services[name]["profiles"] for name in ("engine", "engine-cpu")}
+    assert profiles == {"engine": ["engine"], "engine-cpu": ["cpu"]}
+    gpu, cpu = services["engine"], services["engine-cpu"]
+    assert cpu["command"] == gpu["command"]
+    assert cpu["environment"].items() >= gpu["environment"].items()
     for service in services.values():
         assert set(service.get("depends_on", {})) <= set(services)
         sources = [default(volume).split(":")[0] for volume in service["volumes"]]
@@ -213,15 +223,41 @@ def test_an_engines_weights_have_a_name(name: str) -> None:
 
 
 def test_an_engines_image_holds_the_connector() -> None:
+    """It is installed from this checkout: no index has the package yet."""
     text = (DEPLOY / "engine.Dockerfile").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert [line.split()[0] for line in lines] == ["FROM", "RUN"]
-    assert lines[1].split()[-1] == f"kvhearth=={__version__}"
-    (tag,) = re.findall(r"docker build -t (\S+) -f deploy/engine.Dockerfile deploy", text)
+    assert [line.split()[0] for line in lines] == ["ARG", "FROM", "COPY", "COPY", "COPY", "RUN"]
+    copied = {word for line in lines for word in line.split()[1:-1] if line.startswith("COPY")}
+    assert all((ROOT / word).exists() for word in copied)
+    main = (ROOT / "Dockerfile").read_text()
+    built = next(line for line in main.splitlines() if line.startswith("COPY pyproject")).split()
+    assert {*built[1:-1], "client", "server"} == copied, "what the wheel is built of"
+    assert lines[-1].split()[-1] == "/src"
+    (tag,) = re.findall(
+        r"docker build -t (\S+) -f deploy/engine.Dockerfile \.$", text, re.MULTILINE
+    )
     for make in ENGINES.values():
         assert make().image == f"{tag}:latest"
-    build = yaml.safe_load(COMPOSE.read_text())["services"]["engine"]["build"]
-    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "engine.Dockerfile")
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    for name in ("engine", "engine-cpu"):
+        build = services[name]["build"]
+        assert (DEPLOY / build["context"]).samefile(ROOT)
+        assert (ROOT / build["dockerfile"]).samefile(DEPLOY / "engine.Dockerfile")
+    cpu = default(services["engine-cpu"]["build"]["args"]["BASE"])
+    assert cpu in text, "the recipe for one's own hands"
+    assert cpu.rpartition(":")[2] == lines[0].rpartition(":")[2], "the same vLLM"
+
+
+def test_grafana_finds_prometheus_and_dashboards() -> None:
+    folder = DEPLOY / "grafana/provisioning"
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    (source,) = yaml.safe_load((folder / "datasources/prometheus.yaml").read_text())["datasources"]
+    host, _, port = source["url"].removeprefix("http://").partition(":")
+    assert services[host]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    (found,) = yaml.safe_load((folder / "dashboards/kvhearth.yaml").read_text())["providers"]
+    mounts = dict(each.split(":")[:2] for each in services["grafana"]["volumes"])
+    assert mounts["./grafana"] == found["options"]["path"]
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
 
 
 # -- the compose specification ---------------------------------------------------------------------
@@ -235,7 +271,8 @@ def test_the_compose_specification_takes_the_file() -> None:
     probe = [str(python), "-c", "import compose_spec"]
     if not python.exists() or subprocess.run(probe, check=False, capture_output=True).returncode:
         pytest.skip("compose-spec is not there: run `make tools`")
-    text = default(COMPOSE.read_text())
+    # The parser knows no merge keys (<<), which compose takes.
+    text = yaml.safe_dump(yaml.safe_load(default(COMPOSE.read_text())))
     for given, good in ((text, True), (text.replace("depends_on", "dependson"), False)):
         done = subprocess.run(
             [python, "-c", _PARSE_COMPOSE], input=given, capture_output=True, text=True, check=False
@@ -275,20 +312,39 @@ def test_what_compose_scrapes_is_its_daemon() -> None:
 def test_promtool_takes_configuration_and_rules() -> None:
     tool = _tool("promtool", "prometheus")
     _run(tool, "check", "config", PROMETHEUS / "prometheus.yml")
-    _run(tool, "check", "rules", PROMETHEUS / "alerts.yml")
+    _run(tool, "check", "rules", *RULES)
     _run(tool, "test", "rules", "alerts_test.yml", folder=PROMETHEUS)
 
 
 def test_alerts_are_about_metrics_that_there_are() -> None:
-    used = set(re.findall(r"\bkvhearth_\w+", _expressions()))
+    used = set(re.findall(r"\bkvhearth_\w+", _expressions(*RULES)))
     documented = (ROOT / "docs/metrics.md").read_text()
     assert used
     assert [name for name in used if f"`{name}`" not in documented] == []
 
 
-def _expressions() -> str:
+def test_each_alert_of_the_documentation_is_a_rule() -> None:
+    named = {metric.name for metric in TABLE if metric.use.startswith("Alert:")}
+    assert (
+        named - set(re.findall(r"\bkvhearth_\w+", _expressions(PROMETHEUS / "alerts.yml"))) == set()
+    )
+
+
+def test_each_alert_says_what_to_do_and_is_tested() -> None:
     (group,) = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
-    return " ".join(rule["expr"] for rule in group["rules"])
+    tested = (PROMETHEUS / "alerts_test.yml").read_text()
+    for rule in group["rules"]:
+        assert {"summary", "description", "runbook"} == rule["annotations"].keys(), rule["alert"]
+        assert f'"{rule["alert"]}"' in tested
+
+
+def _rules(*files: Path) -> list[dict[str, Any]]:
+    groups = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def _expressions(*files: Path) -> str:
+    return " ".join(rule["expr"] for rule in _rules(*files))
 
 
 def _free_port() -> int:
@@ -303,7 +359,8 @@ class Prometheus:
 
     def __init__(self, tool: str, folder: Path, target: str) -> None:
         self.port = _free_port()
-        shutil.copy(PROMETHEUS / "alerts.yml", folder)
+        for rules in RULES:
+            shutil.copy(rules, folder)
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
@@ -347,26 +404,66 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def test_a_real_prometheus_scrapes_a_live_daemon(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def scraped_daemon(folder: Path, tmp_path: Path) -> Iterator[tuple[Daemon, Prometheus]]:
+    """A daemon with an SSD tier and an engine that stores and loads, scraped by a Prometheus."""
     tool = _tool("prometheus", "prometheus")
-    with running_daemon(http=ANY_PORT, ssd_dirs=[f"{tmp_path}/log=512MiB"]) as daemon:
+    settings = {"http": ANY_PORT, "ssd_dirs": [f"{tmp_path}/log=512MiB"]}
+    with (
+        running_daemon(**settings) as daemon,
+        engine_of(daemon.url(), contract_of(65536)) as engine,
+    ):
+        keys = new_keys(8)
+        engine.store(keys)
         host, port = address_of(daemon)
         scraper = Prometheus(tool, folder, f"{host}:{port}")
         try:
             until(lambda: scraper.value("up") == 1, "the scrape works", 60)
-            until(lambda: scraper.value("kvhearth_ready") == 1, "it says that it is ready")
-            used = set(re.findall(r"\bkvhearth_\w+", _expressions()))
-            for name in sorted(used):
-                until(lambda name=name: scraper.query(name), f"{name} is scraped")
-            damaged = 'ALERTS{alertname="KVHearthChecksumFailures"}'
-            assert scraper.query(damaged) == [], "counters at zero are no failures"
-            small = 'ALERTS{alertname="KVHearthNotOnHugepages"}'
-            until(lambda: scraper.query(small), "small pages are noticed", 60)
-            daemon.kill()
-            gone = 'ALERTS{alertname="KVHearthNotReady"}'
-            until(lambda: scraper.query(gone), "a dead daemon is noticed", 60)
+            for _ in range(8):  # rates need a rise between scrapes
+                engine.store(new_keys(40))
+                engine.check(keys + new_keys(2), prefetch=True)
+                time.sleep(0.5)
+            yield daemon, scraper
         finally:
             scraper.close()
+
+
+def test_a_real_prometheus_scrapes_a_live_daemon(
+    scraped_daemon: tuple[Daemon, Prometheus],
+) -> None:
+    daemon, scraper = scraped_daemon
+    until(lambda: scraper.value("kvhearth_ready") == 1, "it says that it is ready")
+    for name in sorted(set(re.findall(r"\bkvhearth_\w+", _expressions(*RULES)))):
+        until(lambda name=name: scraper.query(name), f"{name} is scraped")
+    for rule in _rules(PROMETHEUS / "rules.yml"):
+        until(lambda rule=rule: scraper.query(rule["record"]), f"{rule['record']} is recorded")
+    damaged = 'ALERTS{alertname="KVHearthChecksumFailures"}'
+    assert scraper.query(damaged) == [], "counters at zero are no failures"
+    small = 'ALERTS{alertname="KVHearthNotOnHugepages"}'
+    until(lambda: scraper.query(small), "small pages are noticed", 60)
+    daemon.kill()
+    gone = 'ALERTS{alertname="KVHearthNotReady"}'
+    until(lambda: scraper.query(gone), "a dead daemon is noticed", 60)
+
+
+def test_a_real_prometheus_answers_every_query_of_the_dashboard(
+    scraped_daemon: tuple[Daemon, Prometheus],
+) -> None:
+    _, scraper = scraped_daemon
+    dashboard = json.loads(DASHBOARD.read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    variables = {"$instance": ".*", "$__rate_interval": "20s", "$__range": "1m"}
+    assert len(panels) > 20
+    for panel in panels:
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            query = target["expr"]
+            for name, value in variables.items():
+                query = query.replace(name, value)
+            assert "$" not in query
+            until(lambda query=query: scraper.query(query), f"{panel['title']}: {query}", 60)
+            labels = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert labels <= scraper.query(query)[0]["metric"].keys(), panel["title"]
 
 
 # -- what the image installs -----------------------------------------------------------------------

@@ -19,7 +19,8 @@ import kvhearth_server
 from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
 from kvhearth_server.engine.accesses import Curve, HitRatio
-from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, ShareNow, Snapshot, SsdNow
+from kvhearth_server.engine.namespace_series import NamespaceNow
+from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, ShareNow, Snapshot, SsdNow
 from kvhearth_server.observability.counters import (
     LABEL_VALUES_MAX,
     NAMES_MAX,
@@ -93,7 +94,10 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "draining": False,
         "doors_shut": 23,
         "segments": [SegmentNow("t", "2MiB", 2 << 20, 90, 100, 1, 2, 3, 4, 5, 6, 7)],
-        "namespaces": [NamespaceNow("abc", 8, 9), NamespaceNow("other", 10, 11)],
+        "namespaces": [
+            NamespaceNow("abc", 8, 9, "t", "m", quota_bytes=47),
+            NamespaceNow("other", 10, 11),
+        ],
         "namespace_count": 40,
         "blocks": 12,
         "leases": 13,
@@ -110,6 +114,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "reported": Counter({"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22}),
         "timings": timings,
         "eviction_ages": ages,
+        "engines": [EngineNow("e", "t", leases=48, heartbeat_age_s=4.5)],
         "shares": [ShareNow("t", "sessions", 42, 43, 44, 45, 46)],
         "curves": [
             Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], [], []),
@@ -247,7 +252,7 @@ def test_values() -> None:
     assert value(scraped(a_snapshot(draining=True)), "ready") == 0
     assert value(found, "page_bytes", tenant="t", kind="2MiB") == 2 << 20
     assert value(found, "largest_free_bytes", tenant="t") == 7
-    assert value(found, "namespaces_other") == 8
+    assert value(found, "namespaces_other") == 39
     assert value(found, "namespace_blocks", namespace="other") == 10
     assert value(found, "lookup_blocks_total", result="dram", reason="") == now.count("hit_keys")
     assert value(found, "lookup_blocks_total", result="ssd", reason="") == now.count("below_keys")

@@ -12,7 +12,12 @@ import grpc
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth.url import ADMIN_SOCKET, ADMIN_TOKEN_FILE
+from kvhearth.url import (
+    ADMIN_SOCKET,
+    ADMIN_TOKEN_FILE,
+    default_socket_dir,
+    find_socket_dir,
+)
 from kvhearth.wire.frames import (
     ADMIN_TOKEN_KEY,
     STATUS_DETAILS_KEY,
@@ -41,7 +46,8 @@ def directory(given: Path | None) -> Path:
     """
     if given is not None:
         return Path(os.path.abspath(given.expanduser()))
-    return load_settings({}).socket_dir
+    found = load_settings({}).socket_dir
+    return find_socket_dir() if found == default_socket_dir() else found
 
 
 class AdminClient:

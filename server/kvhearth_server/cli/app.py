@@ -87,12 +87,15 @@ def build() -> typer.Typer:
         config,
         doctor,
         gateway,
+        init,
         mrc,
+        panels,
         serve,
         show,
         sizing,
         stats,
         tokens,
+        top,
     )
 
     app = typer.Typer(
@@ -104,7 +107,8 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(show.option)
-    app.command("serve", epilog=serve.EPILOG)(serve.serve)
+    app.command("init", epilog=init.EPILOG)(init.init)
+    app.command("serve", cls=panels.PanelCommand, epilog=serve.EPILOG)(serve.serve)
     app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
     settings = typer.Typer(
         help="Show, sample or check settings.", epilog=CONFIG_EPILOG, no_args_is_help=True
@@ -124,10 +128,11 @@ def build() -> typer.Typer:
     app.add_typer(identities, name="token")
     _add_traces(app)
     app.command("size", epilog=sizing.EPILOG)(sizing.sized)
-    app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+    app.command("doctor", cls=panels.PanelCommand, epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
-    app.command("top", epilog=stats.TOP_EPILOG)(stats.top)
+    app.command("top", epilog=top.TOP_EPILOG)(top.top)
+    app.command("events", epilog=top.EVENTS_EPILOG)(top.events)
     app.command("mrc", epilog=mrc.EPILOG)(mrc.mrc)
     app.command("ls", epilog=show.LS_EPILOG)(show.ls)
     app.command("sessions", epilog=show.SESSIONS_EPILOG)(show.sessions)

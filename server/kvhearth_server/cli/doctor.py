@@ -60,11 +60,13 @@ class Look:
 
     Args:
         folder: directory in which direct IO is tried.
+        serving: a daemon with these settings runs, and has its directories.
     """
 
     machine: Machine
     settings: Settings
     folder: Path
+    serving: bool = False
 
 
 def graded(good: object, check: str, found: str, fix: str, bad: Grade = Grade.WARN) -> Finding:
@@ -144,7 +146,7 @@ def _chosen(look: Look, probe_results: list[ProbeResult]) -> Finding:
 
 
 def _ssd_dir(look: Look, name: str, place: SsdDir) -> Iterator[Finding]:
-    if message := unusable_ssd_dir(place.path):
+    if not look.serving and (message := unusable_ssd_dir(place.path)):
         # The tier works without it; if it is the only one, the start is refused (``problems``).
         found, _, fix = message.partition("; ")
         yield Finding(name, Grade.WARN, found, fix)
@@ -421,6 +423,15 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     versions,
 )
 """The table of checks. A check yields one finding or more."""
+
+
+def worse_than_ok(settings: Settings) -> list[dict[str, str]]:
+    """Return the findings about this machine that are not ok, while a daemon serves with these
+    settings: each has ``check``, ``grade``, ``found`` and ``fix``.
+    """
+    look = Look(Machine(), settings, _temporary(), serving=True)
+    found = [each for check in CHECKS if check is not directories for each in check(look)]
+    return [dataclasses.asdict(each) for each in found if each.grade is not Grade.OK]
 
 
 EPILOG = "Example: kvhearth doctor --memory 64GiB --arena-dir /dev/hugepages/kvhearth"

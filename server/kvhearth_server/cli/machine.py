@@ -230,20 +230,27 @@ class Machine:
     def mount_of(self, folder: Path) -> Mount | None:
         """Return the file system that holds ``folder``; None where the kernel does not tell."""
         place, found = folder.resolve(), None
+        for each in self.mounts():
+            # If several are mounted on top of each other, the last one is visible.
+            if place.is_relative_to(each.point) and (found is None or each.depth >= found.depth):
+                found = each
+        return found
+
+    def mounts(self) -> list[Mount]:
+        """Return all mounted file systems, in the kernel's order; none where it does not tell."""
+        found = list[Mount]()
         try:
             lines = (self._root / "proc/self/mountinfo").read_text().splitlines()
         except (OSError, UnicodeDecodeError):
-            return None
+            return found
         for line in lines:
             fields, _, rest = line.partition(" - ")
             words, kind = fields.split(), rest.split()
             if len(words) < 6 or len(kind) < 3:
                 continue
             point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4]))
-            # If several are mounted on top of each other, the last one is visible.
-            if place.is_relative_to(point) and (found is None or len(point.parts) >= found.depth):
-                options = frozenset((*words[5].split(","), *kind[2].split(",")))
-                found = Mount(point, kind[0], options)
+            options = frozenset((*words[5].split(","), *kind[2].split(",")))
+            found.append(Mount(point, kind[0], options))
         return found
 
     def space(self, existing: Path, folder: Path) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvhearth.url import SYSTEM_SOCKET_DIR
 from kvhearth_server.config.value_types import (
     Address,
     OptionalSize,
@@ -63,7 +64,9 @@ class Settings(BaseSettings):
     )
 
     socket_dir: Path = Field(
-        Path("/run/kvhearth"), description="Directory of the unix sockets and the admin token."
+        SYSTEM_SOCKET_DIR,
+        description="Directory of the unix sockets and the admin token. For a user who may not "
+        "write there: $XDG_RUNTIME_DIR/kvhearth.",
     )
     memory: Size = Field(
         1 << 30, gt=0, description="Memory for all tenants together, rounded down to whole slabs."
@@ -71,7 +74,8 @@ class Settings(BaseSettings):
     arena_dir: Path | None = Field(
         None,
         description="Directory on hugetlbfs or tmpfs for the arena's files; the cache then "
-        "survives a restart of the daemon. Default: anonymous memory.",
+        "survives a restart of the daemon; none: anonymous memory. Default: /dev/shm/kvhearth-UID "
+        "if socket_dir is the default too and there is room, else none.",
     )
     keep_memory: bool = Field(
         False,
@@ -313,6 +317,11 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Use only the caller's values; ``load_settings`` merges the other sources by name."""
         return (init_settings,)
+
+    @field_validator("arena_dir", mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return None if value == "none" else value
 
     @field_validator(
         *("socket_dir", "arena_dir", "read_token_file", "keys_file"),

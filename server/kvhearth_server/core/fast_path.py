@@ -161,6 +161,7 @@ class SingleFastPath:
                 ("hit_keys", ""): 1,
             }
         )
+        namespace.traffic.hit_keys += 1
         return head
 
     def mark_used(self, head: int) -> None:
@@ -233,6 +234,7 @@ class SingleFastPath:
             )
         )
         state.count_all({("stored_blocks", ""): 1, ("stored_bytes", ""): page_bytes})
+        namespace.traffic.stored_blocks += 1
         if not summed:
             state.actions.append(SumOne(slot, one.generation))
             return
@@ -294,6 +296,7 @@ class PrefixFastPath:
             return None
         self._mark_used(rows)
         self._count(count, spec.page_bytes)
+        namespace.traffic.hit_keys += count
         if isinstance(found, slice):
             extents = table.extents_beside(found, spec.page_bytes)
         else:

@@ -22,7 +22,7 @@ from kvhearth_server.core.fast_path import PrefixFastPath, SingleFastPath, Singl
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lower_tier import PromotionRequest
-from kvhearth_server.core.namespaces import Namespace, check_epoch
+from kvhearth_server.core.namespaces import Namespace, Traffic, check_epoch
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.shares import Share
@@ -235,7 +235,7 @@ class Reading:
             state.count("leased_bytes", sum(map(int.__mul__, extents, pages)))
             granted = lease_id
         state.count("lookups")
-        self._count_keys(seen)
+        self._count_keys(namespace.traffic, seen)
         return Found(granted, hit, groups, short, self._promotion_queue(namespace, items, seen))
 
     def _lookup_whole(
@@ -372,18 +372,24 @@ class Reading:
         require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
         return group, namespace, seen
 
-    def _count_keys(self, seen: list[_Seen]) -> None:
+    def _count_keys(self, traffic: Traffic, seen: list[_Seen]) -> None:
         """Count each requested key as a hit, or as a miss for one reason."""
         count = self._state.count
         for one in seen:
             asked, found = len(one.heads), int(np.count_nonzero(one.heads >= 0))
+            traffic.miss_keys += asked
             current, ready = np.count_nonzero(one.present), np.count_nonzero(one.ready)
             count("lookup_keys", asked)
             count("hit_keys", int(ready))
+            traffic.hit_keys += int(ready)
+            traffic.miss_keys -= int(ready)
             if one.lower_tier is not None:
-                count("below_keys", int(np.count_nonzero(one.lower_tier)))
+                below = int(np.count_nonzero(one.lower_tier))
+                count("below_keys", below)
+                traffic.below_keys += below
+                traffic.miss_keys -= below
                 outdated = int(np.count_nonzero(one.lower_tier & (one.heads >= 0)))
-                asked -= int(np.count_nonzero(one.lower_tier))
+                asked -= below
                 found -= outdated
             count("miss_keys", asked - found, _ABSENT)
             count("miss_keys", found - int(current), _EPOCH)

@@ -5,11 +5,33 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvhearth.contract import Contract, differences, namespace_digest
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.shares import Share, Shares
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counts of one namespace since the daemon's start.
+
+    Attributes:
+        hit_keys, below_keys, miss_keys: keys asked for, by where they were found: in memory, on a
+            slower tier only, nowhere.
+        stored_blocks, evicted_blocks: blocks that became visible, and that left memory for room.
+        fallbacks: decisions for which its engines went on without the cache, as they report.
+        asked_tokens, hit_tokens: tokens of prompts that its engines asked for, and found.
+    """
+
+    hit_keys: int = 0
+    below_keys: int = 0
+    miss_keys: int = 0
+    stored_blocks: int = 0
+    evicted_blocks: int = 0
+    fallbacks: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
 
 
 @dataclass
@@ -30,6 +52,7 @@ class Namespace:
     used_bytes: int = 0
     blocks: int = 0
     groups: int = 0
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @functools.cached_property
     def contract_text(self) -> str:
@@ -86,6 +109,10 @@ class Namespaces:
     def get(self, number: int) -> Namespace:
         """The namespace of a number that is in use."""
         return self._by_number[number]
+
+    def find_number(self, number: int) -> Namespace | None:
+        """The namespace of a number; an ended group may name one that made place for another."""
+        return self._by_number.get(number)
 
     def find(self, digest: bytes) -> Namespace | None:
         """The namespace with a digest."""

@@ -91,6 +91,7 @@ class CoreState:
         self.events = EventLog()
         self.counts: dict[tuple[str, str], int] = {}
         self.evicted_at: list[U32] = []
+        self.evictions: dict[tuple[int, str], int] = {}
         self.clock = 0
         self.sequence = 0
         self.release_epoch = 0
@@ -130,6 +131,11 @@ class CoreState:
         """Return the logical times of last use of the blocks evicted since the last call."""
         evicted, self.evicted_at = self.evicted_at, []
         return evicted
+
+    def take_evictions(self) -> dict[tuple[int, str], int]:
+        """Return the blocks evicted since the last call, by namespace number and cause."""
+        evictions, self.evictions = self.evictions, {}
+        return evictions
 
     def count(self, name: str, amount: int = 1, label: str = "") -> None:
         """Add to a counter of the shell's metrics."""

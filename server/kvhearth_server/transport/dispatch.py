@@ -189,7 +189,7 @@ class Dispatcher:
             f"{len(request.counters)} counters, at most {COUNTERS_PER_HEARTBEAT_MAX}",
         )
         group = self._engine.core.state.group_of(caller.session)
-        self._engine.reported.note(caller.session, caller.namespace.tenant, request.counters)
+        self._engine.heard(caller.session, caller.namespace, request.counters)
         return cache_pb2.HeartbeatResponse(
             boot_id=self._engine.boot_id,
             epoch=caller.namespace.epoch,

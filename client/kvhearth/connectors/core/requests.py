@@ -420,6 +420,8 @@ class Requests:
 
     def _note(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
         """Apply an answer, once, to the choice of blocks that need not be stored."""
+        if not state.seen:
+            self._counters.add("asked_tokens", int(state.request.num_tokens))
         state.seen = True
         if result.reason:
             self._counters.add("lookup_failed")

@@ -20,6 +20,7 @@ from kvhearth_server.core.shares import Share
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
+from kvhearth_server.engine.turns import Turns
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import BlockSpec, Completion, Evicted, Kind, Tier, TierShares
 from kvhearth_server.tiers.chain import TierChain
@@ -310,12 +311,14 @@ _TURN_S = 0.001
 """Time of the loop that one turn takes. A step that has begun goes on above it: a batch's end, the
 begin of a load of ``promotion.BEGUN_AT_ONCE`` slots or of a store.
 """
+_CYCLES = 8
+"""Cycles of the loop between two turns while sessions wait, of which each serves one."""
 _PAUSE_S = 0.1
 """Longest time between two turns: only a turn notices a request that is stuck or due again."""
 _FLUSH_S = 0.01
 
 
-async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
+async def drive(tiering: Tiering, degraded: DegradedLog, turns: Turns) -> None:
     """Take turns for as long as the task lives."""
     loop = asyncio.get_running_loop()
     due, descriptor = tiering.due, tiering.tier.event_fd
@@ -330,7 +333,7 @@ async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
                 pass
             due.clear()
             tiering.turn(_TURN_S)
-            await asyncio.sleep(0)
+            await turns.pass_on(_CYCLES)
     finally:
         loop.remove_reader(descriptor)
 

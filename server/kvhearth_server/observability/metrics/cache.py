@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from kvhearth_server.core.lookup import MissCause
 from kvhearth_server.core.removal import EVICTIONS, Cause
-from kvhearth_server.engine.snapshot import NAMESPACES_SHOWN_MAX, Snapshot
+from kvhearth_server.engine.snapshot import Snapshot
 from kvhearth_server.observability.counters import Counter
 from kvhearth_server.observability.metrics.metric import (
     Metric,
     Samples,
     counter,
-    of_namespaces,
     of_segments,
     one,
     words,
@@ -206,27 +205,6 @@ CACHE: tuple[Metric, ...] = (
         "Namespaces: tenants' contracts.",
         "Growth towards namespaces_max: contracts that differ by mistake.",
         one(lambda now: now.namespace_count),
-    ),
-    Metric(
-        "kvhearth_namespaces_other",
-        "Namespaces that share the label value other.",
-        "Whether the metrics by namespace name all of them.",
-        one(lambda now: max(0, now.namespace_count - NAMESPACES_SHOWN_MAX)),
-        unit="namespaces",
-    ),
-    Metric(
-        "kvhearth_namespace_blocks",
-        "Blocks of a namespace, by the first digits of its digest; the oldest ones are named.",
-        "Who fills the cache.",
-        of_namespaces(lambda space: space.blocks),
-        ("namespace",),
-    ),
-    Metric(
-        "kvhearth_namespace_used_bytes",
-        "Memory that a namespace takes.",
-        "Who fills the cache.",
-        of_namespaces(lambda space: space.used_bytes),
-        ("namespace",),
     ),
     Metric(
         "kvhearth_capacity_hit_ratio",

@@ -145,7 +145,7 @@ class Mover(Protocol):
         """The present condition."""
 
     def drain(self, deadline_s: float) -> bool:
-        """Stop taking requests and wait until nothing is in flight; false if that takes too long."""
+        """Stop taking requests and wait until nothing is in flight; false if it takes longer."""
 
     def close(self) -> None:
         """End the helper and release all resources."""
