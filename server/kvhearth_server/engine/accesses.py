@@ -7,10 +7,12 @@ millisecond, and does no more of it than a bounded part of a core pays for.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvhearth.contract import KEY_BYTES_MIN
 from kvhearth.keys import PackedKeys
@@ -31,6 +33,8 @@ SAMPLE_LEAST = 512
 """Sampled keys below which the rate is not lowered to save time."""
 _BUFFER_BYTES_MAX = 16 << 20
 _PAUSE_S = 0.1
+_LATE_S = 0.1
+"""Time for which clients may keep lookups back that they answered themselves (docs/adr/0027)."""
 _PORTION_BYTES = 256 << 10
 _PORTION_S = 0.0005
 _REFERENCES_PER_S = 2500
@@ -181,7 +185,8 @@ class _Stream:
 
     tenant: _Tenant
     key_bytes: int
-    uses: list[Use] = field(default_factory=list)
+    uses: list[tuple[float, Use]] = field(default_factory=list)
+    """With the time of each."""
 
 
 @dataclass(slots=True)
@@ -225,33 +230,42 @@ class Accesses:
 
     # -- what calls report -------------------------------------------------------------------------
 
-    def looked_up_one(self, namespace: Namespace, one: SingleLookup) -> None:
-        """Take down a lookup of one key that is in memory."""
+    def looked_up_one(self, namespace: Namespace, one: SingleLookup, age_us: int = 0) -> None:
+        """Take down a lookup of one key that is in memory; see ``looked_up``."""
         if self.on:
-            self._add(namespace, one.kv_group, one.key, counted=True)
+            at = self._engine.now() - age_us * 1e-6
+            self._add(at, namespace, one.kv_group, one.key, counted=True)
 
     def looked_up(
-        self, namespace: Namespace, items: Iterable[KeysItem], session: int, *, again: bool
+        self,
+        namespace: Namespace,
+        items: Iterable[KeysItem],
+        session: int,
+        *,
+        again: bool = False,
+        age_us: int = 0,
     ) -> None:
         """Take down a lookup, once: while its blocks are promoted, the caller asks again.
 
         Args:
             again: whether the caller was told to ask again.
+            age_us: time for which the caller has had its answer from the shared index.
         """
         if not self.on:
             return
+        at = self._engine.now() - age_us * 1e-6
         for kv_group, keys in items:
             blob = keys.blob if isinstance(keys, PackedKeys) else b"".join(keys)
             if blob and not (
                 (again or self._waiting)
                 and self._counted_before(session, kv_group, blob, again=again)
             ):
-                self._add(namespace, kv_group, blob, counted=True)
+                self._add(at, namespace, kv_group, blob, counted=True)
 
     def stored(self, namespace: Namespace, kv_group: int, blob: bytes) -> None:
         """Take down a commit."""
         if self.on and blob:
-            self._add(namespace, kv_group, blob, counted=False)
+            self._add(self._engine.now(), namespace, kv_group, blob, counted=False)
 
     def _counted_before(self, session: int, kv_group: int, blob: bytes, *, again: bool) -> bool:
         """Whether the lookup was counted while it waited for promotions."""
@@ -267,7 +281,9 @@ class Accesses:
             del self._waiting[asked]
         return known
 
-    def _add(self, namespace: Namespace, kv_group: int, blob: bytes, *, counted: bool) -> None:
+    def _add(
+        self, at: float, namespace: Namespace, kv_group: int, blob: bytes, *, counted: bool
+    ) -> None:
         if self._buffered > _BUFFER_BYTES_MAX:
             self._lose(len(blob) // namespace.contract.hash_bytes)
             return
@@ -275,13 +291,12 @@ class Accesses:
             self._arrived.set()
         self._buffered += len(blob)
         if self._listeners:
-            at = self._engine.now()
             self._heard.append(Access(at, namespace, namespace.epoch, kv_group, blob, counted))
         if self._tenants:
             place = self._places.get((namespace.number, kv_group))
             if place is None or place.epoch != namespace.epoch or place.namespace is not namespace:
                 place = self._place(namespace, kv_group)
-            place.stream.uses.append((place.lookup if counted else place.store, blob))
+            place.stream.uses.append((at, (place.lookup if counted else place.store, blob)))
 
     def _lose(self, keys: int) -> None:
         self._engine.counters.add("untraced_keys", keys)
@@ -323,17 +338,26 @@ class Accesses:
             await asyncio.sleep(_PAUSE_S)
             await self.drain()
 
-    async def drain(self) -> None:
-        """Work on everything that has arrived."""
+    async def drain(self, *, everything: bool = False) -> None:
+        """Work on what has arrived, in the order of time.
+
+        Args:
+            everything: also on the last moment, of which some lookups are still on their way.
+        """
         self._arrived.clear()
         self._buffered = 0
-        heard, self._heard = self._heard, []
+        until = self._engine.now() - (0.0 if everything else _LATE_S)
+        heard, self._heard = _split(self._heard, until)
         for listener in list(self._listeners):
             listener(heard)
+        self._buffered += sum(len(access.blob) for access in self._heard)
         self._refill()
         for stream in list(self._streams.values()):
-            uses, stream.uses = stream.uses, []
-            await self._follow(stream, uses)
+            uses, stream.uses = _split(stream.uses, until)
+            self._buffered += sum(len(blob) for _, (_, blob) in stream.uses)
+            await self._follow(stream, [use for _, use in uses])
+        if self._buffered:
+            self._arrived.set()
 
     async def _follow(self, stream: _Stream, uses: list[Use]) -> None:
         """Count the uses of a stream in its tenant's curves, as far as there is time for it."""
@@ -405,6 +429,17 @@ class Accesses:
             self._look_at_capacities()
             self._curves = (now, [each for tenant in self._tenants for each in tenant.curves()])
         return self._curves[1]
+
+
+_time_of = itemgetter(0)
+Timed = TypeVar("Timed", bound="Access | tuple[float, Use]")
+
+
+def _split(arrived: list[Timed], until: float) -> tuple[list[Timed], list[Timed]]:
+    """Sort by time; return what came up to ``until``, and the rest."""
+    arrived.sort(key=_time_of)
+    end = bisect_right(arrived, until, key=_time_of)
+    return arrived[:end], arrived[end:]
 
 
 class _Turn:

@@ -79,11 +79,14 @@ class LookupRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
+    AGE_US_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The weights epoch that the engine runs with."""
     lease_id: builtins.int
     """Chosen by the client (random, not 0) so that it can release a lease whose answer was lost; 0 asks for none."""
     prefetch: builtins.bool
+    age_us: builtins.int
+    """Microseconds since the engine asked, of a lookup that the client answered itself from the shared index; else 0."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -93,8 +96,9 @@ class LookupRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         lease_id: builtins.int = ...,
         prefetch: builtins.bool = ...,
+        age_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "lease_id", b"lease_id", "prefetch", b"prefetch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "lease_id", b"lease_id", "prefetch", b"prefetch"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
