@@ -63,7 +63,6 @@ class Bench:
             chosen = self._random.zipf(1.2, lookups) % len(self._items)
         turn, spent = int(RATE * TURN_S), 0.0
         for start in range(0, lookups, turn):
-            # Others' keys pass through the caches in between, and a daemon's do too.
             some = [self._items[each] for each in chosen[start : start + turn]]
             self._now += TURN_S
             began = time.process_time()

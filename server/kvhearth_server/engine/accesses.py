@@ -37,8 +37,8 @@ _LATE_S = 0.1
 """Time for which clients may keep lookups back that they answered themselves (docs/adr/0027)."""
 _PORTION_BYTES = 256 << 10
 _PORTION_S = 0.0005
-_REFERENCES_PER_S = 2500
-"""Sampled references that are worked on: at a microsecond each, a quarter percent of a core."""
+_REFERENCES_PER_S = 2000
+"""Sampled references that are worked on: at a microsecond each, a fifth of a percent of a core."""
 _REFERENCES_BURST = 20_000
 _HALF_LIFE_S = 3600.0
 _DECAY_EVERY_S = 60.0
