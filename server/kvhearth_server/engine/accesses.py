@@ -209,7 +209,7 @@ class Accesses:
     """
 
     def __init__(self, engine: Engine, sample_max: int = 0) -> None:
-        self._engine = engine
+        self._engine, self._now = engine, engine.now
         self._tenants = [
             _Tenant(segment.tenant, sample_max, _SEED)
             for segment in engine.core.state.table.geometry.segments
@@ -233,8 +233,8 @@ class Accesses:
     def looked_up_one(self, namespace: Namespace, one: SingleLookup, age_us: int = 0) -> None:
         """Take down a lookup of one key that is in memory; see ``looked_up``."""
         if self.on:
-            at = self._engine.now() - age_us * 1e-6
-            self._add(at, namespace, one.kv_group, one.key, counted=True)
+            at = self._now() - age_us * 1e-6
+            self._add(at, namespace, one.kv_group, one.key, True)
 
     def looked_up(
         self,
@@ -253,19 +253,19 @@ class Accesses:
         """
         if not self.on:
             return
-        at = self._engine.now() - age_us * 1e-6
+        at = self._now() - age_us * 1e-6
         for kv_group, keys in items:
-            blob = keys.blob if isinstance(keys, PackedKeys) else b"".join(keys)
+            blob = keys.blob if type(keys) is PackedKeys else b"".join(keys)
             if blob and not (
                 (again or self._waiting)
                 and self._counted_before(session, kv_group, blob, again=again)
             ):
-                self._add(at, namespace, kv_group, blob, counted=True)
+                self._add(at, namespace, kv_group, blob, True)
 
     def stored(self, namespace: Namespace, kv_group: int, blob: bytes) -> None:
         """Take down a commit."""
         if self.on and blob:
-            self._add(self._engine.now(), namespace, kv_group, blob, counted=False)
+            self._add(self._now(), namespace, kv_group, blob, False)
 
     def _counted_before(self, session: int, kv_group: int, blob: bytes, *, again: bool) -> bool:
         """Whether the lookup was counted while it waited for promotions."""
@@ -282,7 +282,7 @@ class Accesses:
         return known
 
     def _add(
-        self, at: float, namespace: Namespace, kv_group: int, blob: bytes, *, counted: bool
+        self, at: float, namespace: Namespace, kv_group: int, blob: bytes, counted: bool
     ) -> None:
         if self._buffered > _BUFFER_BYTES_MAX:
             self._lose(len(blob) // namespace.contract.hash_bytes)
@@ -346,7 +346,7 @@ class Accesses:
         """
         self._arrived.clear()
         self._buffered = 0
-        until = self._engine.now() - (0.0 if everything else _LATE_S)
+        until = self._now() - (0.0 if everything else _LATE_S)
         heard, self._heard = _split(self._heard, until)
         for listener in list(self._listeners):
             listener(heard)
@@ -361,7 +361,7 @@ class Accesses:
 
     async def _follow(self, stream: _Stream, uses: list[Use]) -> None:
         """Count the uses of a stream in its tenant's curves, as far as there is time for it."""
-        sampler, turn = stream.tenant.sampler, _Turn(self._engine.now)
+        sampler, turn = stream.tenant.sampler, _Turn(self._now)
         parts, count = list[Sampled](), 0
         for portion in _portions(uses):
             if self._tokens <= 0:
@@ -387,7 +387,7 @@ class Accesses:
     def _refill(self) -> None:
         if not self._tenants:
             return
-        now = self._engine.now()
+        now = self._now()
         self._tokens += (now - self._filled_at) * _REFERENCES_PER_S
         self._tokens = min(self._tokens, _REFERENCES_BURST)
         self._filled_at = now
@@ -424,7 +424,7 @@ class Accesses:
 
     def curves(self) -> list[Curve]:
         """Return each tenant's curve and its namespaces', not older than a second."""
-        now = self._engine.now()
+        now = self._now()
         if now - self._curves[0] >= 1.0:
             self._look_at_capacities()
             self._curves = (now, [each for tenant in self._tenants for each in tenant.curves()])
