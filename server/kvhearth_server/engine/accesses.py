@@ -232,9 +232,7 @@ class Accesses:
 
     def looked_up_one(self, namespace: Namespace, one: SingleLookup, age_us: int = 0) -> None:
         """Take down a lookup of one key that is in memory; see ``looked_up``."""
-        if self.on:
-            at = self._now() - age_us * 1e-6
-            self._add(at, namespace, one.kv_group, one.key, True)
+        self._add(self._now() - age_us * 1e-6, namespace, one.kv_group, one.key, True)
 
     def looked_up(
         self,
@@ -247,12 +245,12 @@ class Accesses:
     ) -> None:
         """Take down a lookup, once: while its blocks are promoted, the caller asks again.
 
+        Only while ``on``, which callers look at.
+
         Args:
             again: whether the caller was told to ask again.
             age_us: time for which the caller has had its answer from the shared index.
         """
-        if not self.on:
-            return
         at = self._now() - age_us * 1e-6
         for kv_group, keys in items:
             blob = keys.blob if type(keys) is PackedKeys else b"".join(keys)
@@ -397,7 +395,7 @@ class Accesses:
             for tenant in self._tenants:
                 tenant.fade(factor)
             self._places.clear()  # the rows of namespaces may change
-        self._look_at_capacities()
+            self._look_at_capacities()
 
     def capacities(self) -> dict[str, tuple[int, int]]:
         """Return the present bytes of memory and of the SSD tier by tenant."""

@@ -204,7 +204,8 @@ class Dispatcher:
         items = asked_for(contract, request, caller.keys_max)
         if isinstance(items, SingleLookup):
             if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
-                engine.accesses.looked_up_one(caller.namespace, items, request.age_us)
+                if engine.accesses.on:
+                    engine.accesses.looked_up_one(caller.namespace, items, request.age_us)
                 return one
             items = keys_items(contract, request.groups, caller.keys_max)
         found = engine.call_deferred(
@@ -226,10 +227,11 @@ class Dispatcher:
             reply.eta_us = self._request_promotion(
                 found.promotion_queue, caller, request.lease_id, go=request.prefetch
             )
-        again = request.prefetch and bool(found.promotion_queue)
-        engine.accesses.looked_up(
-            caller.namespace, items, caller.session, again=again, age_us=request.age_us
-        )
+        if engine.accesses.on:
+            again = request.prefetch and bool(found.promotion_queue)
+            engine.accesses.looked_up(
+                caller.namespace, items, caller.session, again=again, age_us=request.age_us
+            )
         for presence in found.groups:
             add_presence(reply.groups, presence)
         return reply
