@@ -23,6 +23,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.checksums import ChecksumWorkers
@@ -414,6 +415,7 @@ def _shell(settings: Settings) -> EngineLimits:
         message_bytes_max=settings.message_bytes_max,
         drain_grace_s=settings.drain_grace_s,
         drain_grace_no_pidfd_s=settings.drain_grace_no_pidfd_s,
+        remote_write=PublishPolicy(settings.remote_write),
     )
 
 

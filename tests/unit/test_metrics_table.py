@@ -38,7 +38,10 @@ from kvhearth_server.observability.timings import (
     TickClock,
     watch_lag,
 )
-from kvhearth_server.tiers.base import DirectoryFigures, Refusal, TierFigures
+from kvhearth_server.tiers.base import (
+    Refusal,
+)
+from kvhearth_server.tiers.figures import DirectoryFigures, RemoteFigures, TierFigures
 from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.disk.probe import NAMES
 from kvhearth_server.tiers.ssd.format import Doubt
@@ -74,6 +77,27 @@ def an_ssd_tier(**changes: Any) -> SsdNow:
         "counts": counts,
     }
     return SsdNow(TierFigures(**(values | changes)), 40, 41)
+
+
+def a_remote() -> RemoteFigures:
+    """A remote whose figures have distinct values."""
+    numbers = dict(zip(REMOTE_NUMBERS, range(50, 90), strict=False))
+    return RemoteFigures(
+        name="s3://b",
+        problem="",
+        breaker_open=False,
+        mover_up=True,
+        counts={"stored_blocks": 90, "put_keys": 91, "breaker_openings": 92},
+        seconds={"put": 93.5},
+        **numbers,
+    )
+
+
+REMOTE_NUMBERS = (
+    *("mover_restarts", "staging_bytes", "staging_free_bytes", "cache_entries"),
+    *("cache_entries_max", "asking", "reading", "writing", "cost", "round_trip_s"),
+    "read_bytes_per_s",
+)
 
 
 def a_snapshot(**changes: Any) -> Snapshot:
@@ -119,6 +143,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "curves": [
             Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], [], []),
         ],
+        "remotes": [a_remote()],
     }
     return Snapshot(**(values | changes))
 
@@ -311,6 +336,18 @@ def test_counters_of_the_ssd_tier_are_there_from_the_start() -> None:
     assert value(found, "ssd_load_blocks_total", outcome="corrupt") == 0
     assert value(found, "demotions_failed_total", reason="io") == 0
     assert value(found, "repaired_blocks_total", tier="dram") == 0
+
+
+def test_a_remotes_figures() -> None:
+    found = scraped(a_snapshot())
+    assert value(found, "remote_up", remote="s3://b") == 1
+    assert value(found, "remote_requests_total", remote="s3://b", kind="put") == 91
+    assert value(found, "remote_blocks_total", remote="s3://b", outcome="published") == 90
+    assert value(found, "remote_request_seconds_total", remote="s3://b", kind="put") == 93.5
+    assert value(found, "remote_cost_dollars_total", remote="s3://b") == 58
+    assert value(found, "remote_breaker_openings_total", remote="s3://b") == 92
+    none = scraped(a_snapshot(remotes=[]))
+    assert not [name for name, _ in none if "_remote_" in name and "gateway" not in name]
 
 
 def test_labels_are_the_tiers_own_words() -> None:

@@ -128,6 +128,7 @@ def build() -> typer.Typer:
     app.add_typer(identities, name="token")
     _add_traces(app)
     app.command("size", epilog=sizing.EPILOG)(sizing.sized)
+    _add_remotes(app)
     app.command("doctor", cls=panels.PanelCommand, epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
@@ -144,6 +145,22 @@ def build() -> typer.Typer:
     _add_verbs(app, VERBS_GROUP, LAB_VERBS)
     app.command("version", epilog=show.VERSION_EPILOG)(show.version)
     return app
+
+
+def _add_remotes(app: typer.Typer) -> None:
+    import typer
+
+    from kvhearth_server.cli import remote
+
+    remotes = typer.Typer(
+        help="Show or remove what a remote tier holds.",
+        epilog=remote.USAGE_EPILOG,
+        no_args_is_help=True,
+    )
+    remotes.command("usage", epilog=remote.USAGE_EPILOG)(remote.usage)
+    remotes.command("sweep", epilog=remote.SWEEP_EPILOG)(remote.sweep)
+    remotes.command("purge", epilog=remote.PURGE_EPILOG)(remote.purge)
+    app.add_typer(remotes, name="remote")
 
 
 def _add_traces(app: typer.Typer) -> None:

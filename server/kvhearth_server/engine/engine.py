@@ -40,6 +40,7 @@ from kvhearth_server.core.actions import (
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.epoch_store import EpochStore
@@ -78,6 +79,7 @@ class EngineLimits:
     message_bytes_max: int
     drain_grace_s: float
     drain_grace_no_pidfd_s: float
+    remote_write: PublishPolicy = PublishPolicy.REUSE
 
 
 @dataclass(frozen=True)
@@ -159,14 +161,16 @@ class Engine:
         self.ssd_catalogue = EpochStore(
             [path for tier in tiers for path in tier.directories], counters
         )
-        self.core.state.writeback_queue.on = bool(tiers)
+        self.core.state.writeback_queue.on = any(not tier.shared for tier in tiers)
         self._written_version = -1
         self._namespace_texts = (-1, list[str]())
         """Namespaces as the catalogue has them, and their version."""
         self.catalogue = CatalogueWriter(self._prepare_catalogue)
         take_over(self)
         if tiers:
-            self.tiering = Tiering(self.core, self.tiers, self.lineage, self.call, now)
+            self.tiering = Tiering(
+                self.core, self.tiers, self.lineage, self.call, now, shell.remote_write
+            )
             self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
         self.watch = Watch(self)

@@ -22,7 +22,7 @@ from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.namespace_series import OTHER, NamespaceNow
 from kvhearth_server.observability.counters import FALLBACK
 from kvhearth_server.observability.timings import CallTimings, Histogram
-from kvhearth_server.tiers.base import TierFigures
+from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 EVICTED_MAX = 128
 """Blocks of one portion; each takes some 10 microseconds."""
@@ -239,7 +239,8 @@ class SsdNow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of the daemon at one moment. ``ssd`` is None without such a tier. The five fields
+    """State of the daemon at one moment. ``ssd`` is None without such a tier; ``publishing_blocks``
+    wait to be published to ``remotes``. The five fields
     before ``shares`` are the daemon's own objects, to be read at once.
     """
 
@@ -269,6 +270,8 @@ class Snapshot:
     shares: Sequence[ShareNow] = ()
     engines: Sequence[EngineNow] = ()
     curves: Sequence[Curve] = ()
+    remotes: Sequence[RemoteFigures] = ()
+    publishing_blocks: int = 0
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
@@ -309,6 +312,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
         shares=take_shares(engine),
         engines=_engines(engine),
         curves=engine.accesses.curves(),
+        remotes=() if engine.tiering is None else engine.tiering.tier.remote_figures(),
+        publishing_blocks=engine.core.publishing.waiting,
     )
 
 

@@ -23,6 +23,7 @@ def _pages(now: Snapshot) -> Samples:
 def _lookups(now: Snapshot) -> Samples:
     yield ("dram", ""), now.count("hit_keys")
     yield ("ssd", ""), now.count("below_keys")
+    yield ("remote", ""), now.count("remote_keys")
     for reason in MissCause:
         yield ("miss", reason.value), now.counts.get(("miss_keys", reason.value), 0)
 
@@ -38,8 +39,8 @@ def _hit_ratios(now: Snapshot) -> Samples:
 CACHE: tuple[Metric, ...] = (
     Metric(
         "kvhearth_lookup_blocks_total",
-        "Keys asked for in lookups, by where they were found: dram, ssd (there only: they have to "
-        "be loaded first); misses by reason: absent, epoch"
+        "Keys asked for in lookups, by where they were found: dram, ssd or remote (there only: "
+        "they have to be loaded first); misses by reason: absent, epoch"
         " (stored under older weights), not_summed (its checksum is still being taken). Their"
         " sum is the keys asked for.",
         "Hit ratio: the part with result dram, and what ssd adds. Many epoch misses: weights "
@@ -49,6 +50,7 @@ CACHE: tuple[Metric, ...] = (
         ("result", "reason"),
         (
             *(Counter("lookup_keys"), Counter("hit_keys"), Counter("below_keys")),
+            Counter("remote_keys"),
             Counter("miss_keys", "reason", words(MissCause)),
         ),
     ),

@@ -240,7 +240,7 @@ SERVICE: tuple[Metric, ...] = (
         "Alert: any one means damaged memory or a writer that is not ours.",
         "checksum_failures",
         "source",
-        usual={"adoption", "demotion", "reader", "scrub", "ssd"},
+        usual={"adoption", "demotion", "publishing", "reader", "remote", "scrub", "ssd"},
         unit="blocks",
     ),
     counter(
