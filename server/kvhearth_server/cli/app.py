@@ -92,7 +92,6 @@ def build() -> typer.Typer:
         panels,
         serve,
         show,
-        sizing,
         stats,
         tokens,
         top,
@@ -127,7 +126,6 @@ def build() -> typer.Typer:
     identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
     app.add_typer(identities, name="token")
     _add_traces(app)
-    app.command("size", epilog=sizing.EPILOG)(sizing.sized)
     _add_remotes(app)
     app.command("doctor", cls=panels.PanelCommand, epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
@@ -164,10 +162,12 @@ def _add_remotes(app: typer.Typer) -> None:
 
 
 def _add_traces(app: typer.Typer) -> None:
-    """Add ``kvhearth trace`` with its verbs."""
+    """Add ``kvhearth size``, and ``kvhearth trace`` with its verbs."""
     import typer
 
-    from kvhearth_server.cli import traces
+    from kvhearth_server.cli import sizing, traces
+
+    app.command("size", epilog=sizing.EPILOG)(sizing.sized)
 
     group = typer.Typer(
         help="Record what engines ask for; replay and simulate it.",
