@@ -7,6 +7,7 @@ for every load. A question that the index cannot answer goes to the daemon.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -24,6 +25,7 @@ from kvhearth.wire.messages import Query, whole_group
 
 # Each access to an enumeration member by name costs a search.
 _FULL = GroupKind.FULL
+_AGE_US_MAX = (1 << 32) - 1
 
 
 class _Answer(NamedTuple):
@@ -78,10 +80,13 @@ def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> Callable[[],
     """Return a function that makes the lookup by which the daemon hears of a question that was
     answered without it; nobody who waits for the answer calls it.
     """
+    asked_at = time.monotonic()
 
     def make() -> pb.LookupRequest:
         # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
         request = pb.LookupRequest(epoch=epoch, lease_id=0 if lease is None else lease.id)
+        # The daemon must not take it for a lookup that came after the stores that follow it.
+        request.age_us = min(round((time.monotonic() - asked_at) * 1e6), _AGE_US_MAX)
         query.put_into(request.groups)
         return request
 

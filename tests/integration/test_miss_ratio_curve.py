@@ -70,9 +70,10 @@ def test_each_lookup_counts_once(mapped: bool) -> None:
         assert one.memory[1].hit_ratio == pytest.approx(201 / 208, abs=0.001)
 
 
-def test_a_loop_that_does_not_fit_wants_more_memory() -> None:
-    # By calls: a posted lookup may come after the store that follows it at once.
-    with running_daemon(arena=False, shared_index=False) as daemon, attached(daemon) as engine:
+@pytest.mark.parametrize("mapped", [True, False], ids=["index", "calls"])
+def test_a_loop_that_does_not_fit_wants_more_memory(mapped: bool) -> None:
+    # With the index lookups are posted, and arrive after the stores that follow them at once.
+    with running_daemon(arena=False, shared_index=mapped) as daemon, attached(daemon) as engine:
         chains = [new_keys(BLOCKS // 8) for _ in range(12)]  # one and a half times the memory
         for _ in range(4):
             for chain in chains:
@@ -81,8 +82,9 @@ def test_a_loop_that_does_not_fit_wants_more_memory() -> None:
                     engine.client.release(found.lease)
                 engine.store(chain)
         one = wait_asked(daemon, 4 * 12 * (BLOCKS // 8))
-        ratios = [round(each.hit_ratio, 2) for each in one.memory]
-        assert ratios == [0, 0, 0.75, 0.75]
+        ratios = [each.hit_ratio for each in one.memory]
+        # One or two of 48 posted lookups may be sent so late that they seem younger than a store.
+        assert ratios == pytest.approx([0, 0, 0.75, 0.75], abs=0.05 if mapped else 0.001)
         assert [each.bytes for each in one.memory] == [8 << 20, 16 << 20, 32 << 20, 64 << 20]
         assert not one.ssd
         points = [each.hit_ratio for each in one.points]

@@ -203,6 +203,7 @@ def main(folder: str, arena: str) -> None:
         {
             **SETTINGS,
             "shared_index": False,  # the way of a lookup that is a call
+            "curve_keys": 0,  # it is counted beside the way
             "socket_dir": sockets,
             "arena_dir": arena,
             "ssd_dirs": [f"{folder}/ssd=512MiB"],

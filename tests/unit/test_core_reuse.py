@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from kvhearth_server.core.reuse import CHUNK, Kind, ReuseSampler
+from kvhearth_server.core.reuse import CHUNK, Kind, ReuseSampler, chunks
 
 BLOCK = 64 << 10
 ERROR_MAX = 0.03
@@ -63,7 +63,7 @@ def feed(sampler: ReuseSampler, trace: Trace, *, space: int = 1, row: int = 0) -
             (Kind(space, row if looked_up else -1, BLOCK), b"".join(chain))
             for looked_up, chain in trace[at : at + 32]
         ]
-        for some in sampler.sample(uses, len(trace[at][1][0])):
+        for some in chunks([sampler.sample(uses, len(trace[at][1][0]))]):
             sampler.add(some)
 
 
@@ -130,8 +130,7 @@ def test_blocks_count_by_their_bytes() -> None:
     small, large = [_key("small", 0)], [_key("large", 0)]
     for _ in range(100):
         for chain, size in ((small, 1 << 20), (large, 3 << 20)):
-            for some in sampler.sample([(Kind(1, 0, size), b"".join(chain))], 32):
-                sampler.add(some)
+            sampler.add(sampler.sample([(Kind(1, 0, size), b"".join(chain))], 32))
     ratios = sampler.hit_ratios(0, [3 << 20, 5 << 20])
     np.testing.assert_allclose(ratios, [0, 0.99])
 
@@ -178,7 +177,7 @@ def test_older_lookups_fade() -> None:
 def test_a_lower_rate_drops_what_was_sampled_before_it() -> None:
     sampler = ReuseSampler(1 << 16, 1)
     keys = b"".join(_key("a", at) for at in range(2000))
-    portions = sampler.sample([(Kind(1, 0, BLOCK), keys)], 32)
+    portions = [*chunks([sampler.sample([(Kind(1, 0, BLOCK), keys)], 32)])]
     assert len(portions) == -(-2000 // CHUNK)
     for some in portions[:4]:
         sampler.add(some)

@@ -162,10 +162,12 @@ def _add_remotes(app: typer.Typer) -> None:
 
 
 def _add_traces(app: typer.Typer) -> None:
-    """Add ``kvhearth trace`` with its verbs."""
+    """Add ``kvhearth size``, and ``kvhearth trace`` with its verbs."""
     import typer
 
-    from kvhearth_server.cli import traces
+    from kvhearth_server.cli import sizing, traces
+
+    app.command("size", epilog=sizing.EPILOG)(sizing.sized)
 
     group = typer.Typer(
         help="Record what engines ask for; replay and simulate it.",

@@ -11,7 +11,7 @@ A chain's root counts as used after its leaf, because eviction takes a chain fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,8 +107,8 @@ class ReuseSampler:
         """Part of all keys that is sampled, 0 to 1."""
         return self._threshold / _WHOLE
 
-    def sample(self, uses: Sequence[Use], key_bytes: int) -> list[Sampled]:
-        """Count the uses, and return the references of sampled keys in portions for ``add``.
+    def sample(self, uses: Sequence[Use], key_bytes: int) -> Sampled:
+        """Count the uses, and return the references of sampled keys for ``add``.
 
         Args:
             uses: oldest first, at least one.
@@ -124,18 +124,17 @@ class ReuseSampler:
         else:
             places = np.arange(len(hashes))[::-1]
         if not len(places):
-            return []
+            return NOTHING
         ends = np.cumsum(np.array([len(blob) for _, blob in uses], np.int64))
         at = (len(hashes) - 1 - places) * key_bytes
         kinds = [uses[use][0] for use in np.searchsorted(ends, at, side="right").tolist()]
         hashes = hashes[places]
-        whole = Sampled(
+        return Sampled(
             hashes,
             hashes ^ np.array([kind.space & _WHOLE - 1 for kind in kinds], np.uint64),
             np.array([kind.row for kind in kinds], np.int64),
             np.array([kind.block_bytes for kind in kinds], np.float64),
         )
-        return [_part(whole, at, at + CHUNK) for at in range(0, len(whole), CHUNK)]
 
     def _count(self, uses: Sequence[Use], size: int, key_bytes: int) -> None:
         rows = {kind.row for kind, _ in uses}
@@ -152,7 +151,7 @@ class ReuseSampler:
                 self.asked[row] += total // key_bytes
 
     def add(self, some: Sampled) -> None:
-        """Add up to ``CHUNK`` references that ``sample`` returned."""
+        """Add up to ``CHUNK`` references that ``sample`` returned; fewer cost nearly as much."""
         kept = some.hashes < np.uint64(self._threshold) if self._threshold < _WHOLE else None
         if kept is not None and not kept.all():  # the rate has fallen since
             some = Sampled(some.hashes[kept], some.names[kept], some.rows[kept], some.weights[kept])
@@ -265,10 +264,28 @@ class ReuseSampler:
         return np.clip(np.where(np.asarray(capacities) > 0, hits, 0.0) / asked, 0.0, 1.0)
 
 
-def _part(some: Sampled, begin: int, end: int) -> Sampled:
-    return Sampled(
-        some.hashes[begin:end], some.names[begin:end], some.rows[begin:end], some.weights[begin:end]
-    )
+NOTHING = Sampled(
+    np.zeros(0, np.uint64), np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0)
+)
+
+
+def chunks(parts: Sequence[Sampled]) -> Iterator[Sampled]:
+    """Yield the references of several samples, ``CHUNK`` at a time."""
+    if not parts:
+        return
+    whole = parts[0]
+    if len(parts) > 1:
+        whole = Sampled(
+            np.concatenate([part.hashes for part in parts]),
+            np.concatenate([part.names for part in parts]),
+            np.concatenate([part.rows for part in parts]),
+            np.concatenate([part.weights for part in parts]),
+        )
+    for at in range(0, len(whole), CHUNK):
+        end = at + CHUNK
+        yield Sampled(
+            whole.hashes[at:end], whole.names[at:end], whole.rows[at:end], whole.weights[at:end]
+        )
 
 
 def _hashes(blob: bytes, key_bytes: int, by: np.uint64) -> U64:

@@ -7,17 +7,19 @@ millisecond, and does no more of it than a bounded part of a core pays for.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvhearth.contract import KEY_BYTES_MIN
 from kvhearth.keys import PackedKeys
 from kvhearth_server.core.fast_path import SingleLookup
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.reuse import Kind, ReuseSampler, Use
+from kvhearth_server.core.reuse import CHUNK, Kind, ReuseSampler, Sampled, Use, chunks
 
 if TYPE_CHECKING:
     from kvhearth_server.engine.engine import Engine
@@ -30,11 +32,13 @@ NAMED_MAX = 16
 SAMPLE_LEAST = 512
 """Sampled keys below which the rate is not lowered to save time."""
 _BUFFER_BYTES_MAX = 16 << 20
-_PAUSE_S = 0.05
+_PAUSE_S = 0.1
+_LATE_S = 0.1
+"""Time for which clients may keep lookups back that they answered themselves (docs/adr/0027)."""
 _PORTION_BYTES = 256 << 10
 _PORTION_S = 0.0005
-_REFERENCES_PER_S = 3000
-"""Sampled references that are worked on: at 1.2 us each, 0.4 % of a core."""
+_REFERENCES_PER_S = 2000
+"""Sampled references that are worked on: at a microsecond each, a fifth of a percent of a core."""
 _REFERENCES_BURST = 20_000
 _HALF_LIFE_S = 3600.0
 _DECAY_EVERY_S = 60.0
@@ -181,7 +185,8 @@ class _Stream:
 
     tenant: _Tenant
     key_bytes: int
-    uses: list[Use] = field(default_factory=list)
+    uses: list[tuple[float, Use]] = field(default_factory=list)
+    """With the time of each."""
 
 
 @dataclass(slots=True)
@@ -204,7 +209,7 @@ class Accesses:
     """
 
     def __init__(self, engine: Engine, sample_max: int = 0) -> None:
-        self._engine = engine
+        self._engine, self._now = engine, engine.now
         self._tenants = [
             _Tenant(segment.tenant, sample_max, _SEED)
             for segment in engine.core.state.table.geometry.segments
@@ -225,33 +230,40 @@ class Accesses:
 
     # -- what calls report -------------------------------------------------------------------------
 
-    def looked_up_one(self, namespace: Namespace, one: SingleLookup) -> None:
-        """Take down a lookup of one key that is in memory."""
-        if self.on:
-            self._add(namespace, one.kv_group, one.key, counted=True)
+    def looked_up_one(self, namespace: Namespace, one: SingleLookup, age_us: int = 0) -> None:
+        """Take down a lookup of one key that is in memory; see ``looked_up``."""
+        self._add(self._now() - age_us * 1e-6, namespace, one.kv_group, one.key, True)
 
     def looked_up(
-        self, namespace: Namespace, items: Iterable[KeysItem], session: int, *, again: bool
+        self,
+        namespace: Namespace,
+        items: Iterable[KeysItem],
+        session: int,
+        *,
+        again: bool = False,
+        age_us: int = 0,
     ) -> None:
         """Take down a lookup, once: while its blocks are promoted, the caller asks again.
 
+        Only while ``on``, which callers look at.
+
         Args:
             again: whether the caller was told to ask again.
+            age_us: time for which the caller has had its answer from the shared index.
         """
-        if not self.on:
-            return
+        at = self._now() - age_us * 1e-6
         for kv_group, keys in items:
-            blob = keys.blob if isinstance(keys, PackedKeys) else b"".join(keys)
+            blob = keys.blob if type(keys) is PackedKeys else b"".join(keys)
             if blob and not (
                 (again or self._waiting)
                 and self._counted_before(session, kv_group, blob, again=again)
             ):
-                self._add(namespace, kv_group, blob, counted=True)
+                self._add(at, namespace, kv_group, blob, True)
 
     def stored(self, namespace: Namespace, kv_group: int, blob: bytes) -> None:
         """Take down a commit."""
         if self.on and blob:
-            self._add(namespace, kv_group, blob, counted=False)
+            self._add(self._now(), namespace, kv_group, blob, False)
 
     def _counted_before(self, session: int, kv_group: int, blob: bytes, *, again: bool) -> bool:
         """Whether the lookup was counted while it waited for promotions."""
@@ -267,7 +279,9 @@ class Accesses:
             del self._waiting[asked]
         return known
 
-    def _add(self, namespace: Namespace, kv_group: int, blob: bytes, *, counted: bool) -> None:
+    def _add(
+        self, at: float, namespace: Namespace, kv_group: int, blob: bytes, counted: bool
+    ) -> None:
         if self._buffered > _BUFFER_BYTES_MAX:
             self._lose(len(blob) // namespace.contract.hash_bytes)
             return
@@ -275,13 +289,12 @@ class Accesses:
             self._arrived.set()
         self._buffered += len(blob)
         if self._listeners:
-            at = self._engine.now()
             self._heard.append(Access(at, namespace, namespace.epoch, kv_group, blob, counted))
         if self._tenants:
             place = self._places.get((namespace.number, kv_group))
             if place is None or place.epoch != namespace.epoch or place.namespace is not namespace:
                 place = self._place(namespace, kv_group)
-            place.stream.uses.append((place.lookup if counted else place.store, blob))
+            place.stream.uses.append((at, (place.lookup if counted else place.store, blob)))
 
     def _lose(self, keys: int) -> None:
         self._engine.counters.add("untraced_keys", keys)
@@ -323,36 +336,56 @@ class Accesses:
             await asyncio.sleep(_PAUSE_S)
             await self.drain()
 
-    async def drain(self) -> None:
-        """Work on everything that has arrived."""
+    async def drain(self, *, everything: bool = False) -> None:
+        """Work on what has arrived, in the order of time.
+
+        Args:
+            everything: also on the last moment, of which some lookups are still on their way.
+        """
         self._arrived.clear()
         self._buffered = 0
-        heard, self._heard = self._heard, []
+        until = self._now() - (0.0 if everything else _LATE_S)
+        heard, self._heard = _split(self._heard, until)
         for listener in list(self._listeners):
             listener(heard)
+        self._buffered += sum(len(access.blob) for access in self._heard)
         self._refill()
-        began = self._engine.now()
         for stream in list(self._streams.values()):
-            uses, stream.uses = stream.uses, []
-            sampler = stream.tenant.sampler
-            for portion in _portions(uses):
-                if self._tokens <= 0:
-                    self._lose(sum(len(blob) for _, blob in portion) // stream.key_bytes)
-                    continue
-                for some in sampler.sample(portion, stream.key_bytes):
+            uses, stream.uses = _split(stream.uses, until)
+            self._buffered += sum(len(blob) for _, (_, blob) in stream.uses)
+            await self._follow(stream, [use for _, use in uses])
+        if self._buffered:
+            self._arrived.set()
+
+    async def _follow(self, stream: _Stream, uses: list[Use]) -> None:
+        """Count the uses of a stream in its tenant's curves, as far as there is time for it."""
+        sampler, turn = stream.tenant.sampler, _Turn(self._now)
+        parts, count = list[Sampled](), 0
+        for portion in _portions(uses):
+            if self._tokens <= 0:
+                self._lose(sum(len(blob) for _, blob in portion) // stream.key_bytes)
+                continue
+            part = sampler.sample(portion, stream.key_bytes)
+            self._tokens -= len(part)
+            parts.append(part)
+            count += len(part)
+            await turn.over()
+            if count >= CHUNK:
+                for some in chunks(parts):
                     sampler.add(some)
-                    self._tokens -= len(some)
-                    if self._engine.now() - began > _PORTION_S:
-                        await asyncio.sleep(0)
-                        began = self._engine.now()
-                if self._tokens <= 0 and len(sampler) > SAMPLE_LEAST:
-                    sampler.lower_rate(max(SAMPLE_LEAST, len(sampler) // 2))
-                    self._tokens += _REFERENCES_BURST // 4
+                    await turn.over()
+                parts, count = [], 0
+            if self._tokens <= 0 and len(sampler) > SAMPLE_LEAST:
+                sampler.lower_rate(max(SAMPLE_LEAST, len(sampler) // 2))
+                self._tokens += _REFERENCES_BURST // 4
+        for some in chunks(parts):
+            sampler.add(some)
+            await turn.over()
 
     def _refill(self) -> None:
         if not self._tenants:
             return
-        now = self._engine.now()
+        now = self._now()
         self._tokens += (now - self._filled_at) * _REFERENCES_PER_S
         self._tokens = min(self._tokens, _REFERENCES_BURST)
         self._filled_at = now
@@ -362,7 +395,7 @@ class Accesses:
             for tenant in self._tenants:
                 tenant.fade(factor)
             self._places.clear()  # the rows of namespaces may change
-        self._look_at_capacities()
+            self._look_at_capacities()
 
     def capacities(self) -> dict[str, tuple[int, int]]:
         """Return the present bytes of memory and of the SSD tier by tenant."""
@@ -389,11 +422,35 @@ class Accesses:
 
     def curves(self) -> list[Curve]:
         """Return each tenant's curve and its namespaces', not older than a second."""
-        now = self._engine.now()
+        now = self._now()
         if now - self._curves[0] >= 1.0:
             self._look_at_capacities()
             self._curves = (now, [each for tenant in self._tenants for each in tenant.curves()])
         return self._curves[1]
+
+
+_time_of = itemgetter(0)
+Timed = TypeVar("Timed", bound="Access | tuple[float, Use]")
+
+
+def _split(arrived: list[Timed], until: float) -> tuple[list[Timed], list[Timed]]:
+    """Sort by time; return what came up to ``until``, and the rest."""
+    arrived.sort(key=_time_of)
+    end = bisect_right(arrived, until, key=_time_of)
+    return arrived[:end], arrived[end:]
+
+
+class _Turn:
+    """Time that the task works before others have their turn."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._began = now, now()
+
+    async def over(self) -> None:
+        """Give others a turn if it is time."""
+        if self._now() - self._began > _PORTION_S:
+            await asyncio.sleep(0)
+            self._began = self._now()
 
 
 def _portions(uses: list[Use]) -> Iterator[list[Use]]:

@@ -96,7 +96,7 @@ class Recordings:
                 Reason.BAD_MESSAGE, "this recording has ended: nobody asked about it for 10 s"
             )
         if end:
-            await self._accesses.drain()
+            await self._accesses.drain(everything=True)
         one.asked_at = self._now()
         taken, size = list[tuple[int, Access]](), 0
         while one.accesses and size < bytes_max:

@@ -24,7 +24,7 @@ from kvhearth_server.core.eviction import POLICY_NAMES
 from kvhearth_server.core.fast_path import SingleCommit, SingleFastPath
 from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.reuse import CHUNK, Kind, ReuseSampler, Use
+from kvhearth_server.core.reuse import CHUNK, Kind, ReuseSampler, Use, chunks
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
 from kvhearth_server.traces.format import Trace, key_blob
@@ -188,7 +188,7 @@ def _reuse_of(part: Miniature, note: Note) -> ReuseSampler:
     uses, count = list[Use](), 0
 
     def add() -> None:
-        for some in sampler.sample(uses, _KEY_BYTES) if uses else ():
+        for some in chunks([sampler.sample(uses, _KEY_BYTES)] if uses else []):
             sampler.add(some)
 
     for store, space, keys in part.each(note):

@@ -207,7 +207,8 @@ class Dispatcher:
         items = asked_for(contract, request, caller.keys_max)
         if isinstance(items, SingleLookup):
             if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
-                engine.accesses.looked_up_one(caller.namespace, items)
+                if engine.accesses.on:
+                    engine.accesses.looked_up_one(caller.namespace, items, request.age_us)
                 return one
             items = keys_items(contract, request.groups, caller.keys_max)
         found = engine.call_deferred(
@@ -235,8 +236,11 @@ class Dispatcher:
                 found=found.groups,
                 asking=found.asking and request.knows_remote,
             )
-        again = request.prefetch and bool(found.promotion_queue)
-        engine.accesses.looked_up(caller.namespace, items, caller.session, again=again)
+        if engine.accesses.on:
+            again = request.prefetch and (bool(found.promotion_queue) or found.asking)
+            engine.accesses.looked_up(
+                caller.namespace, items, caller.session, again=again, age_us=request.age_us
+            )
         for presence in found.groups:
             add_presence(reply.groups, presence, knows_remote=request.knows_remote)
         return reply

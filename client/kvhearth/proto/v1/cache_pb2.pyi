@@ -81,6 +81,7 @@ class LookupRequest(google.protobuf.message.Message):
     PREFETCH_FIELD_NUMBER: builtins.int
     KNOWS_REMOTE_FIELD_NUMBER: builtins.int
     WAIT_US_FIELD_NUMBER: builtins.int
+    AGE_US_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The weights epoch that the engine runs with."""
     lease_id: builtins.int
@@ -92,6 +93,8 @@ class LookupRequest(google.protobuf.message.Message):
     """Microseconds for which the caller waits for blocks on slower tiers: later ones need not be loaded from a remote.
     0: it does not say.
     """
+    age_us: builtins.int
+    """Microseconds since the engine asked, of a lookup that the client answered itself from the shared index; else 0."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -103,8 +106,9 @@ class LookupRequest(google.protobuf.message.Message):
         prefetch: builtins.bool = ...,
         knows_remote: builtins.bool = ...,
         wait_us: builtins.int = ...,
+        age_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote", "lease_id", b"lease_id", "prefetch", b"prefetch", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote", "lease_id", b"lease_id", "prefetch", b"prefetch", "wait_us", b"wait_us"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
