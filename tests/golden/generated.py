@@ -58,7 +58,7 @@ def reference() -> str:
 def _commands() -> Iterator[str]:
     yield "# Reference"
     yield ""
-    yield "Generated from the code by `make golden`. [Metrics](metrics.md) have a page of their own."
+    yield "Generated from the code by `make golden`. [metrics.md](metrics.md) has the metrics."
     yield ""
     yield "## Commands"
     yield ""
