@@ -540,9 +540,8 @@ def connect(
     """Return a client that attaches in the background; the daemon may be away.
 
     Args:
-        url: ``kvhearth+unix:///run/kvhearth``, ``kvhearth+unix:`` for this user's daemon, else the
-            system's, or ``kvhearth://host:9461`` for a daemon on another host (``kvhearths://``
-            with TLS); options as in ``url.UnixUrl`` and ``url.RemoteUrl``.
+        url: ``kvhearth+unix:///run/kvhearth``, ``kvhearth+unix:`` (``url.find_socket_dir``), or
+            ``kvhearth://host:9461``, ``kvhearths://``; options as in ``UnixUrl``, ``RemoteUrl``.
         contract: properties of this engine's KV bytes.
         engine_id: the engine's name, the same in its scheduler and all its ranks.
         scheduler: whether this process takes the engine's decisions.
