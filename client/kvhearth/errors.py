@@ -87,6 +87,7 @@ class Reason(enum.StrEnum):
     UNKNOWN_PIN = "unknown_pin"
     PIN_EXISTS = "pin_exists"
     UNKNOWN_NAMESPACE = "unknown_namespace"
+    NO_SUCH_PATH = "no_such_path"
     NAMESPACE_SHARED = "namespace_shared"
     # bounds
     NO_SPACE = "no_space"
@@ -167,6 +168,7 @@ STATUS: Mapping[Reason, Status] = {
     Reason.UNKNOWN_PIN: _NOT_FOUND,
     Reason.PIN_EXISTS: _EXISTS,
     Reason.UNKNOWN_NAMESPACE: _NOT_FOUND,
+    Reason.NO_SUCH_PATH: _NOT_FOUND,
     Reason.NAMESPACE_SHARED: _PRECONDITION,
     Reason.NO_SPACE: _EXHAUSTED,
     Reason.QUOTA_EXCEEDED: _EXHAUSTED,

@@ -23,7 +23,9 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits
+from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.scrub import Scrub
@@ -65,6 +67,7 @@ _SUMMED = (
     *("demoted_blocks", "promoted_blocks", "sessions_opened", "refusals", "checksum_failures"),
 )
 """Counters that the last log line of a run shows."""
+Examine = Callable[[], list[dict[str, str]]]
 _TRIM_PAUSE_S = 0.25
 _KEEP_PAUSE_S = 1.0
 _RELOAD_S = 10.0
@@ -76,6 +79,7 @@ def run(
     plan: ArenaPlan | None = None,
     kinds: Sequence[TierKind] | None = None,
     again: Callable[[], Settings] | None = None,
+    examine: Examine = list,
 ) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status.
 
@@ -84,6 +88,7 @@ def run(
         plan: an arena that settings cannot describe; by default the settings describe it.
         kinds: kinds of tiers, cheapest first; fault injection passes its own.
         again: reads the settings again, from the sources of the start; by default they stay.
+        examine: finds what could be better on this machine, for the page; called on a thread.
 
     Raises:
         KVHearthError: the error that keeps the daemon from starting (memory, arena, sockets).
@@ -97,7 +102,8 @@ def run(
     try:
         tiers = open_tiers(settings, arena, kinds)
         try:
-            return asyncio.run(_serve(settings, arena, tiers, again or (lambda: settings)))
+            read = again or (lambda: settings)
+            return asyncio.run(_serve(settings, arena, tiers, read, examine))
         finally:
             for tier in tiers:
                 tier.close()
@@ -189,13 +195,18 @@ def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Eng
     counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
     engine.turns.watch(asyncio.get_running_loop())
+    engine.accesses = Accesses(engine, settings.curve_keys)
     if settings.shared_index:
         engine.share_index()
     return engine
 
 
 async def _serve(
-    settings: Settings, arena: Arena, tiers: Sequence[Tier], again: Callable[[], Settings]
+    settings: Settings,
+    arena: Arena,
+    tiers: Sequence[Tier],
+    again: Callable[[], Settings],
+    examine: Examine,
 ) -> int:
     loop = asyncio.get_running_loop()
     stopping = _stop_signal(loop)
@@ -219,7 +230,7 @@ async def _serve(
         timeout_s=settings.attach_timeout_s,
         descriptors_max=shares.attach,
     )
-    web = _open_web(settings, engine, operators, shares.http)
+    web = _open_web(settings, engine, operators, shares.http, examine)
     _prepare_sockets(settings, admin_token)
     background.start()
     _spawn(settings, engine, background, supervisor)
@@ -340,11 +351,12 @@ def _spawn(
     for tier in engine.tiers:
         if isinstance(tier, SsdTier):
             supervisor.spawn("recovery", partial(follow_recovery, tier))
+    supervisor.spawn("accesses", engine.accesses.run)
     if settings.scrub_rate:
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:
         degraded = DegradedLog(engine.tiering.tier.problems)
-        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded, engine.turns))
     if engine.durable:
         supervisor.spawn("catalogue", engine.catalogue.run)
 
@@ -352,6 +364,7 @@ def _spawn(
         return engine.core.state.clock
 
     supervisor.spawn("lag", partial(watch_lag, engine.timings.loop_lag, calls))
+    supervisor.spawn("watch", engine.watch.run)
     supervisor.spawn("garbage", partial(collect_when_idle, calls))
     if engine.arena.keeper is not None:
         supervisor.spawn("keeper", partial(_keep, engine.arena))
@@ -402,6 +415,7 @@ def _shell(settings: Settings) -> EngineLimits:
         message_bytes_max=settings.message_bytes_max,
         drain_grace_s=settings.drain_grace_s,
         drain_grace_no_pidfd_s=settings.drain_grace_no_pidfd_s,
+        remote_write=PublishPolicy(settings.remote_write),
     )
 
 
@@ -434,7 +448,11 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
 
 
 def _open_web(
-    settings: Settings, engine: Engine, operators: Operators, connections_max: int
+    settings: Settings,
+    engine: Engine,
+    operators: Operators,
+    connections_max: int,
+    examine: Examine,
 ) -> WebServer | None:
     """Bind the HTTP address and return the server; None if HTTP is off, which also saves its
     import.
@@ -451,7 +469,7 @@ def _open_web(
     def tls() -> ssl.SSLContext | None:
         return doors.web_context if doors is not None and settings.http_guarded else None
 
-    return WebServer(settings, engine, operators, connections_max, tls)
+    return WebServer(settings, engine, operators, connections_max, tls, examine)
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:

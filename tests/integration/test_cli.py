@@ -18,7 +18,7 @@ from kvhearth.contract import namespace_digest
 from kvhearth.version import __version__
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app
-from kvhearth_server.cli import stats as stats_verbs
+from kvhearth_server.cli import top as top_verbs
 
 PAGE_BYTES = 64 << 10
 CONTRACT = contract_of(PAGE_BYTES, shards=2)
@@ -220,7 +220,7 @@ def test_top_goes_on_until_it_is_interrupted(run: Run, monkeypatch: pytest.Monke
         if next(looks, "end") == "end":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(stats_verbs.time, "sleep", sleep)
+    monkeypatch.setattr(top_verbs.time, "sleep", sleep)
     code, out, err = run("top", "--json")
     assert (code, err) == (0, "")
     views = [json.loads(line) for line in out.splitlines()]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -22,19 +23,24 @@ from urllib.parse import quote
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from support.daemon import running_daemon, until
+from support.daemon import Daemon, running_daemon, until
 from support.http_door import ANY_PORT, address_of
 from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
+from support.ssd_kit import new_keys
 
 from kvhearth.connectors.core.settings import URL_ENV, parse_settings
 from kvhearth.connectors.vllm.adapter import VllmSettings
 from kvhearth.url import parse_url
+from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.config.load import ENV_PREFIX, Settings
 from kvhearth_server.config.value_types import parse_size
+from kvhearth_server.observability.metrics import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = DEPLOY / "systemd/kvhearth.service"
 PROMETHEUS = DEPLOY / "prometheus"
+RULES = (PROMETHEUS / "alerts.yml", PROMETHEUS / "rules.yml")
+DASHBOARD = DEPLOY / "grafana/kvhearth.json"
 SCHEMAS = ROOT / ".venv-tools/bin/kubernetes-validate"
 EXPOSURE_MAX = 20
 """Upper bound on systemd's exposure level, in tenths; a level below 2.0 is shown green."""
@@ -306,20 +312,39 @@ def test_what_compose_scrapes_is_its_daemon() -> None:
 def test_promtool_takes_configuration_and_rules() -> None:
     tool = _tool("promtool", "prometheus")
     _run(tool, "check", "config", PROMETHEUS / "prometheus.yml")
-    _run(tool, "check", "rules", PROMETHEUS / "alerts.yml")
+    _run(tool, "check", "rules", *RULES)
     _run(tool, "test", "rules", "alerts_test.yml", folder=PROMETHEUS)
 
 
 def test_alerts_are_about_metrics_that_there_are() -> None:
-    used = set(re.findall(r"\bkvhearth_\w+", _expressions()))
+    used = set(re.findall(r"\bkvhearth_\w+", _expressions(*RULES)))
     documented = (ROOT / "docs/metrics.md").read_text()
     assert used
     assert [name for name in used if f"`{name}`" not in documented] == []
 
 
-def _expressions() -> str:
+def test_each_alert_of_the_documentation_is_a_rule() -> None:
+    named = {metric.name for metric in TABLE if metric.use.startswith("Alert:")}
+    assert (
+        named - set(re.findall(r"\bkvhearth_\w+", _expressions(PROMETHEUS / "alerts.yml"))) == set()
+    )
+
+
+def test_each_alert_says_what_to_do_and_is_tested() -> None:
     (group,) = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
-    return " ".join(rule["expr"] for rule in group["rules"])
+    tested = (PROMETHEUS / "alerts_test.yml").read_text()
+    for rule in group["rules"]:
+        assert {"summary", "description", "runbook"} == rule["annotations"].keys(), rule["alert"]
+        assert f'"{rule["alert"]}"' in tested
+
+
+def _rules(*files: Path) -> list[dict[str, Any]]:
+    groups = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def _expressions(*files: Path) -> str:
+    return " ".join(rule["expr"] for rule in _rules(*files))
 
 
 def _free_port() -> int:
@@ -334,7 +359,8 @@ class Prometheus:
 
     def __init__(self, tool: str, folder: Path, target: str) -> None:
         self.port = _free_port()
-        shutil.copy(PROMETHEUS / "alerts.yml", folder)
+        for rules in RULES:
+            shutil.copy(rules, folder)
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
@@ -378,26 +404,66 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def test_a_real_prometheus_scrapes_a_live_daemon(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def scraped_daemon(folder: Path, tmp_path: Path) -> Iterator[tuple[Daemon, Prometheus]]:
+    """A daemon with an SSD tier and an engine that stores and loads, scraped by a Prometheus."""
     tool = _tool("prometheus", "prometheus")
-    with running_daemon(http=ANY_PORT, ssd_dirs=[f"{tmp_path}/log=512MiB"]) as daemon:
+    settings = {"http": ANY_PORT, "ssd_dirs": [f"{tmp_path}/log=512MiB"]}
+    with (
+        running_daemon(**settings) as daemon,
+        engine_of(daemon.url(), contract_of(65536)) as engine,
+    ):
+        keys = new_keys(8)
+        engine.store(keys)
         host, port = address_of(daemon)
         scraper = Prometheus(tool, folder, f"{host}:{port}")
         try:
             until(lambda: scraper.value("up") == 1, "the scrape works", 60)
-            until(lambda: scraper.value("kvhearth_ready") == 1, "it says that it is ready")
-            used = set(re.findall(r"\bkvhearth_\w+", _expressions()))
-            for name in sorted(used):
-                until(lambda name=name: scraper.query(name), f"{name} is scraped")
-            damaged = 'ALERTS{alertname="KVHearthChecksumFailures"}'
-            assert scraper.query(damaged) == [], "counters at zero are no failures"
-            small = 'ALERTS{alertname="KVHearthNotOnHugepages"}'
-            until(lambda: scraper.query(small), "small pages are noticed", 60)
-            daemon.kill()
-            gone = 'ALERTS{alertname="KVHearthNotReady"}'
-            until(lambda: scraper.query(gone), "a dead daemon is noticed", 60)
+            for _ in range(8):  # rates need a rise between scrapes
+                engine.store(new_keys(40))
+                engine.check(keys + new_keys(2), prefetch=True)
+                time.sleep(0.5)
+            yield daemon, scraper
         finally:
             scraper.close()
+
+
+def test_a_real_prometheus_scrapes_a_live_daemon(
+    scraped_daemon: tuple[Daemon, Prometheus],
+) -> None:
+    daemon, scraper = scraped_daemon
+    until(lambda: scraper.value("kvhearth_ready") == 1, "it says that it is ready")
+    for name in sorted(set(re.findall(r"\bkvhearth_\w+", _expressions(*RULES)))):
+        until(lambda name=name: scraper.query(name), f"{name} is scraped")
+    for rule in _rules(PROMETHEUS / "rules.yml"):
+        until(lambda rule=rule: scraper.query(rule["record"]), f"{rule['record']} is recorded")
+    damaged = 'ALERTS{alertname="KVHearthChecksumFailures"}'
+    assert scraper.query(damaged) == [], "counters at zero are no failures"
+    small = 'ALERTS{alertname="KVHearthNotOnHugepages"}'
+    until(lambda: scraper.query(small), "small pages are noticed", 60)
+    daemon.kill()
+    gone = 'ALERTS{alertname="KVHearthNotReady"}'
+    until(lambda: scraper.query(gone), "a dead daemon is noticed", 60)
+
+
+def test_a_real_prometheus_answers_every_query_of_the_dashboard(
+    scraped_daemon: tuple[Daemon, Prometheus],
+) -> None:
+    _, scraper = scraped_daemon
+    dashboard = json.loads(DASHBOARD.read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    variables = {"$instance": ".*", "$__rate_interval": "20s", "$__range": "1m"}
+    assert len(panels) > 20
+    for panel in panels:
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            query = target["expr"]
+            for name, value in variables.items():
+                query = query.replace(name, value)
+            assert "$" not in query
+            until(lambda query=query: scraper.query(query), f"{panel['title']}: {query}", 60)
+            labels = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert labels <= scraper.query(query)[0]["metric"].keys(), panel["title"]
 
 
 # -- what the image installs -----------------------------------------------------------------------

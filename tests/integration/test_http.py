@@ -80,9 +80,9 @@ def test_version_and_stats(daemon: Daemon) -> None:
     assert segment["page_kind"] == "4KiB"
 
 
-def test_no_docs_page(daemon: Daemon) -> None:
-    for path in ("/docs", "/redoc", "/"):
-        problem(ask(daemon, path), 404, "bad_message")
+def test_paths_that_are_not_there(daemon: Daemon) -> None:
+    for path in ("/redoc", "/nothing", "/docs/"):
+        problem(ask(daemon, path), 404, "no_such_path")
 
 
 def test_state_of_a_working_engine(daemon: Daemon, neighbour: Engine) -> None:

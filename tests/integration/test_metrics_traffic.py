@@ -117,7 +117,7 @@ def test_calls_by_method_and_code(daemon: Daemon, cached: CachedEngine) -> None:
     assert 0 < found.of("rpc_seconds_sum", method="Lookup") < 30
     assert found.of("rpc_requests_total", method="Commit", code="OK") == 1
     refused = before.of("refusals_total")
-    assert ask(daemon, "/nothing").status == 404
+    assert ask(daemon, "/livez", "PUT").status == 405
     assert Scrape(daemon).of("refusals_total") == refused + 1
 
 

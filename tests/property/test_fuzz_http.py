@@ -152,4 +152,4 @@ def test_methods_that_a_path_does_not_have(place: Place, path: str) -> None:
 def test_a_slash_at_the_end_is_another_path(place: Place, path: str) -> None:
     method = next(iter(DESCRIBED["paths"][path])).upper()
     answer = ask(place.daemon, path.replace("{ns}", place.victim) + "/", method, admin=True)
-    assert (answer.status, answer.json["reason"]) == (404, "bad_message")
+    assert (answer.status, answer.json["reason"]) == (404, "no_such_path")

@@ -164,7 +164,7 @@ def test_completion_in_a_real_bash(tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     assert [sorted(line.split()) for line in done.stdout.splitlines()] == [
-        ["evict", "explain"],
+        ["events", "evict", "explain"],
         ["sample", "show"],
         ["--wait"],
     ]

@@ -18,7 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families as families
 import kvhearth_server
 from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
-from kvhearth_server.engine.snapshot import NamespaceNow, SegmentNow, ShareNow, Snapshot, SsdNow
+from kvhearth_server.engine.accesses import Curve, HitRatio
+from kvhearth_server.engine.namespace_series import NamespaceNow
+from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, ShareNow, Snapshot, SsdNow
 from kvhearth_server.observability.counters import (
     LABEL_VALUES_MAX,
     NAMES_MAX,
@@ -36,7 +38,10 @@ from kvhearth_server.observability.timings import (
     TickClock,
     watch_lag,
 )
-from kvhearth_server.tiers.base import DirectoryFigures, Refusal, TierFigures
+from kvhearth_server.tiers.base import (
+    Refusal,
+)
+from kvhearth_server.tiers.figures import DirectoryFigures, RemoteFigures, TierFigures
 from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.disk.probe import NAMES
 from kvhearth_server.tiers.ssd.format import Doubt
@@ -74,6 +79,27 @@ def an_ssd_tier(**changes: Any) -> SsdNow:
     return SsdNow(TierFigures(**(values | changes)), 40, 41)
 
 
+def a_remote() -> RemoteFigures:
+    """A remote whose figures have distinct values."""
+    numbers = dict(zip(REMOTE_NUMBERS, range(50, 90), strict=False))
+    return RemoteFigures(
+        name="s3://b",
+        problem="",
+        breaker_open=False,
+        mover_up=True,
+        counts={"stored_blocks": 90, "put_keys": 91, "breaker_openings": 92},
+        seconds={"put": 93.5},
+        **numbers,
+    )
+
+
+REMOTE_NUMBERS = (
+    *("mover_restarts", "staging_bytes", "staging_free_bytes", "cache_entries"),
+    *("cache_entries_max", "asking", "reading", "writing", "cost", "round_trip_s"),
+    "read_bytes_per_s",
+)
+
+
 def a_snapshot(**changes: Any) -> Snapshot:
     """A daemon in which every counter and label of the table has a distinct value."""
     counts: dict[tuple[str, str], int] = {}
@@ -92,7 +118,10 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "draining": False,
         "doors_shut": 23,
         "segments": [SegmentNow("t", "2MiB", 2 << 20, 90, 100, 1, 2, 3, 4, 5, 6, 7)],
-        "namespaces": [NamespaceNow("abc", 8, 9), NamespaceNow("other", 10, 11)],
+        "namespaces": [
+            NamespaceNow("abc", 8, 9, "t", "m", quota_bytes=47),
+            NamespaceNow("other", 10, 11),
+        ],
         "namespace_count": 40,
         "blocks": 12,
         "leases": 13,
@@ -109,7 +138,12 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "reported": Counter({"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22}),
         "timings": timings,
         "eviction_ages": ages,
+        "engines": [EngineNow("e", "t", leases=48, heartbeat_age_s=4.5)],
         "shares": [ShareNow("t", "sessions", 42, 43, 44, 45, 46)],
+        "curves": [
+            Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], [], []),
+        ],
+        "remotes": [a_remote()],
     }
     return Snapshot(**(values | changes))
 
@@ -243,7 +277,7 @@ def test_values() -> None:
     assert value(scraped(a_snapshot(draining=True)), "ready") == 0
     assert value(found, "page_bytes", tenant="t", kind="2MiB") == 2 << 20
     assert value(found, "largest_free_bytes", tenant="t") == 7
-    assert value(found, "namespaces_other") == 8
+    assert value(found, "namespaces_other") == 39
     assert value(found, "namespace_blocks", namespace="other") == 10
     assert value(found, "lookup_blocks_total", result="dram", reason="") == now.count("hit_keys")
     assert value(found, "lookup_blocks_total", result="ssd", reason="") == now.count("below_keys")
@@ -302,6 +336,18 @@ def test_counters_of_the_ssd_tier_are_there_from_the_start() -> None:
     assert value(found, "ssd_load_blocks_total", outcome="corrupt") == 0
     assert value(found, "demotions_failed_total", reason="io") == 0
     assert value(found, "repaired_blocks_total", tier="dram") == 0
+
+
+def test_a_remotes_figures() -> None:
+    found = scraped(a_snapshot())
+    assert value(found, "remote_up", remote="s3://b") == 1
+    assert value(found, "remote_requests_total", remote="s3://b", kind="put") == 91
+    assert value(found, "remote_blocks_total", remote="s3://b", outcome="published") == 90
+    assert value(found, "remote_request_seconds_total", remote="s3://b", kind="put") == 93.5
+    assert value(found, "remote_cost_dollars_total", remote="s3://b") == 58
+    assert value(found, "remote_breaker_openings_total", remote="s3://b") == 92
+    none = scraped(a_snapshot(remotes=[]))
+    assert not [name for name, _ in none if "_remote_" in name and "gateway" not in name]
 
 
 def test_labels_are_the_tiers_own_words() -> None:

@@ -9,13 +9,17 @@ import os
 import platform
 import re
 import resource
+import select
 import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth import native
 from kvhearth_server.memory.mapping import MIB, HugePool, KernelMemory
+from kvhearth_server.tiers.remote.process import ProcessMover
+from kvhearth_server.tiers.remote.url import RemoteUrl
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, ProbeResult, probe
 
 _SECTOR_BYTES = 512
@@ -140,6 +144,7 @@ def _read(path: Path) -> str:
 _SO_PEERPIDFD = 77
 _MADV_POPULATE_WRITE = 23
 _HUGE = 2 * MIB
+_REMOTE_S = 30.0
 _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?[^>]*>=\s*([0-9.]+)")
 
 
@@ -178,6 +183,20 @@ class Machine:
         self._root = root
         self.memory = KernelMemory(root)
         self.devices = Devices(root)
+
+    def remote_problem(self, url: RemoteUrl, fleet_key: bytes) -> str:
+        """Probe a remote by a helper process; return its problem, empty for none."""
+        mover = ProcessMover(url, fleet_key, [], 2 << 20, log_level="error")
+        try:
+            end = time.monotonic() + _REMOTE_S
+            while mover.state.caps is None and mover.state.problem == mover.starting:
+                if time.monotonic() > end:
+                    return f"{url.place} does not answer in {_REMOTE_S:g} s; check the network"
+                select.select([mover.event_fd], [], [], 0.2)
+                mover.poll()
+            return mover.state.problem
+        finally:
+            mover.close()
 
     def node_pools(self) -> dict[str, HugePool]:
         """Return the pool of 2 MiB pages of each NUMA node."""

@@ -13,6 +13,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from kvhearth.version import __version__
+from kvhearth_server.cli.panels import panel_of
 from kvhearth_server.config.load import Settings, Shown, flag_of, load_settings, unread_environment
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.observability import logs
@@ -60,6 +61,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
         help=_help(field),
         metavar=None if field.annotation is bool else metavar(field),
         show_default=False,  # Settings has it; here every flag is unset until given
+        rich_help_panel=panel_of(name, list(Settings.model_fields)),
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
@@ -152,4 +154,9 @@ def serve(context: typer.Context, config: Path | None = None, **flags: object) -
     def again() -> Settings:
         return load_settings(given(flags), config)
 
-    raise typer.Exit(daemon.run(settings, kinds=context.obj, again=again))
+    def examine() -> list[dict[str, str]]:
+        from kvhearth_server.cli import doctor
+
+        return doctor.worse_than_ok(settings)
+
+    raise typer.Exit(daemon.run(settings, kinds=context.obj, again=again, examine=examine))

@@ -1,16 +1,11 @@
-"""Verbs that watch a daemon: ``stat``, ``top``, and the long way of ``health``."""
+"""Verbs that look at a daemon once: ``stat``, and the long way of ``health``."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
@@ -27,7 +22,6 @@ from kvhearth_server.cli.output import (
     plain,
     row,
     say_json,
-    short,
     size,
     table,
 )
@@ -152,159 +146,6 @@ def _segments(found: admin_pb2.StatsResponse) -> Table:
         used = percent(part.bytes - part.free_bytes, part.bytes)
         rest = (part.free_bytes, part.reserved_bytes, part.held_bytes, part.quarantined_bytes)
         row(shown, part.tenant, part.page_kind, size(part.bytes), used, *map(size, rest))
-    return shown
-
-
-TOP_EPILOG = "Example: kvhearth top; kvhearth top --once --json"
-REFRESH_S = 1.0
-_SESSIONS_SHOWN = 20
-_RATES = (
-    ("lookups", "lookups"),
-    ("keys asked", "lookup_keys"),
-    ("keys hit", "hit_keys"),
-    ("keys on SSD only", "below_keys"),
-    ("blocks stored", "stored_blocks"),
-    ("blocks evicted", "evicted_blocks"),
-    ("blocks to SSD", "demoted_blocks"),
-    ("blocks from SSD", "promoted_blocks"),
-    ("refusals", "refusals"),
-    ("checksum failures", "checksum_failures"),
-)
-"""Rates per second that are shown, and the counter (all its labels together) behind each."""
-
-
-@dataclass(frozen=True)
-class View:
-    """One look at the daemon."""
-
-    at: float
-    stats: admin_pb2.StatsResponse
-    sessions: admin_pb2.ListSessionsResponse
-    leases: admin_pb2.ListLeasesResponse
-
-    def count(self, name: str) -> int:
-        """Return a counter since the start, all its labels together."""
-        found: Mapping[str, int] = self.stats.counters
-        return sum(n for key, n in found.items() if key.partition("{")[0] == name)
-
-
-def top(
-    socket_dir: SocketDir = None,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Watch hits, rates, memory, SSD, engines and leases; stop with Ctrl-C.
-
-    Rates are of the last second; the first screen shows rates since the start.
-    Into a pipe it prints one report per second; with --json each report is one
-    object on a line.
-    """
-    with AdminClient(socket_dir) as daemon:
-        view, before = _look(daemon), None
-        if once:
-            _print(view, before, as_json=as_json)
-            return
-        try:
-            _watch(daemon, view, as_json=as_json)
-        except KeyboardInterrupt:
-            return
-
-
-def _watch(daemon: AdminClient, view: View, *, as_json: bool) -> None:
-    before: View | None = None
-    if as_json or not console().is_terminal:
-        while True:
-            _print(view, before, as_json=as_json)
-            time.sleep(REFRESH_S)
-            view, before = _look(daemon), view
-    with Live(_drawn(view, before), console=console(), auto_refresh=False, screen=True) as live:
-        while True:
-            time.sleep(REFRESH_S)
-            view, before = _look(daemon), view
-            live.update(_drawn(view, before), refresh=True)
-
-
-def _look(daemon: AdminClient) -> View:
-    return View(time.monotonic(), daemon.stats(), daemon.sessions(), daemon.leases())
-
-
-def _print(view: View, before: View | None, *, as_json: bool) -> None:
-    if as_json:
-        say_json(as_object(view, before))
-    else:
-        console().print(_drawn(view, before), "")
-    sys.stdout.flush()  # in a pipe a look must not wait for the next ones
-
-
-def rates(view: View, before: View | None) -> dict[str, float]:
-    """Return counts per second between two looks at one boot, else since the start; by counter."""
-    if before is None or before.stats.boot_id != view.stats.boot_id:
-        span, base = view.stats.uptime_s, dict.fromkeys((name for _, name in _RATES), 0)
-    else:
-        span, base = view.at - before.at, {name: before.count(name) for _, name in _RATES}
-    return {name: (view.count(name) - base[name]) / max(span, 0.001) for _, name in _RATES}
-
-
-def as_object(view: View, before: View | None) -> dict[str, Any]:
-    """Return a look as JSON: statistics, rates per second, sessions and leases."""
-    return {
-        "stats": plain(view.stats),
-        "rates": rates(view, before),
-        "sessions": plain(view.sessions.sessions),
-        "leases": plain(view.leases.groups),
-    }
-
-
-def _drawn(view: View, before: View | None) -> RenderableType:
-    found = view.stats
-    state = "[yellow]draining[/]" if found.draining else "[green]serving[/]"
-    oldest = max((one.oldest_s for one in view.leases.groups), default=0.0)
-    head = (
-        f"[bold]kvhearth {found.version}[/]  {state}  up {duration(found.uptime_s)}  "
-        f"boot {short(found.boot_id)}\n{found.blocks} blocks  {found.sessions} sessions in "
-        f"{found.groups} groups  {found.leases} leases (oldest {duration(oldest)})  "
-        f"{found.pins} pins"
-    )
-    parts = [_memory(found), _speeds(view, before), _engines(view)]
-    if found.HasField("ssd"):
-        head += f"\nSSD {_state(found.ssd)}, {found.ssd.blocks} blocks"
-        parts.insert(1, _directories(found.ssd, bars=True))
-    return Group(head, *(piece for part in parts for piece in ("", part)))
-
-
-def _memory(found: admin_pb2.StatsResponse) -> Table:
-    heads = ("segment", "pages", "", "used", "of", "held", "quarantined")
-    shown = table(*heads, right=heads[3:])
-    for part in found.segments:
-        used = part.bytes - part.free_bytes
-        bar = ProgressBar(total=part.bytes or 1, completed=used, width=_BAR_COLUMNS)
-        sizes = (used, part.bytes, part.held_bytes, part.quarantined_bytes)
-        row(shown, part.tenant, part.page_kind, bar, *map(size, sizes))
-    return shown
-
-
-def _speeds(view: View, before: View | None) -> Table:
-    shown = table("", "per second", "since start", right=("per second", "since start"))
-    now = rates(view, before)
-    for title, name in _RATES:
-        row(shown, title, f"{now[name]:,.1f}", f"{view.count(name):,}")
-    ratios = (percent(now["hit_keys"], now["lookup_keys"]), _total_ratio(view))
-    row(shown, "hit ratio", *ratios)
-    return shown
-
-
-def _total_ratio(view: View) -> str:
-    return percent(view.count("hit_keys"), view.count("lookup_keys"))
-
-
-def _engines(view: View) -> Table:
-    shown = table("engine", "tenant", "rank", "pid", "state", right=("rank", "pid"))
-    listed = view.sessions.sessions
-    for one in listed[:_SESSIONS_SHOWN]:
-        rank = str(one.rank) if one.rank >= 0 else "-"
-        row(shown, one.engine_id, one.tenant, rank, str(one.pid), one.state)
-    if len(listed) > _SESSIONS_SHOWN:
-        row(shown, f"and {len(listed) - _SESSIONS_SHOWN} more", "", "", "", "")
     return shown
 
 

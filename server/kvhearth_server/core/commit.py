@@ -244,6 +244,7 @@ class Binder:
     ) -> None:
         state = self._state
         state.count("stored_blocks", len(slots))
+        namespace.traffic.stored_blocks += len(slots)
         state.count("stored_bytes", slots.size * state.spec(namespace, kv_group).page_bytes)
         if summed:
             state.writeback_queue.offer(slots[:, 0])

@@ -102,7 +102,7 @@ class SingleFastPath:
                 state.chains.link(before, slot)
         state.policies.insert_one(namespace.number, size, slot, key)
         self._announce(namespace, one, spec.page_bytes)
-        if checksum and state.writeback_queue.on:
+        if checksum and state.writeback_queue.follows:
             state.writeback_queue.offer(np.array([slot], np.int64))
         return True
 
@@ -161,6 +161,7 @@ class SingleFastPath:
                 ("hit_keys", ""): 1,
             }
         )
+        namespace.traffic.hit_keys += 1
         return head
 
     def mark_used(self, head: int) -> None:
@@ -168,7 +169,7 @@ class SingleFastPath:
         state = self._state
         state.policies.touch_one(head)
         self._used_at[head] = state.tick()
-        if state.writeback_queue.on:
+        if state.writeback_queue.follows:
             state.writeback_queue.used(np.array([head], np.int64))
 
     def extent(self, slot: int, length: int) -> bytes:
@@ -233,6 +234,7 @@ class SingleFastPath:
             )
         )
         state.count_all({("stored_blocks", ""): 1, ("stored_bytes", ""): page_bytes})
+        namespace.traffic.stored_blocks += 1
         if not summed:
             state.actions.append(SumOne(slot, one.generation))
             return
@@ -294,6 +296,7 @@ class PrefixFastPath:
             return None
         self._mark_used(rows)
         self._count(count, spec.page_bytes)
+        namespace.traffic.hit_keys += count
         if isinstance(found, slice):
             extents = table.extents_beside(found, spec.page_bytes)
         else:
@@ -342,7 +345,7 @@ class PrefixFastPath:
         state = self._state
         state.policies.touch(rows)
         state.table.used_at[rows] = state.tick()
-        if state.writeback_queue.on:
+        if state.writeback_queue.follows:
             state.writeback_queue.used(numbers(rows))
 
     def _count(self, count: int, page_bytes: int) -> None:

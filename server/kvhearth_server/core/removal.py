@@ -75,6 +75,9 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cau
     state.free_slots(segment, slots[~read])
     state.count("evicted_blocks" if cause in EVICTIONS else "removed_blocks", len(heads), cause)
     if cause in EVICTIONS:
+        namespace.traffic.evicted_blocks += len(heads)
+        place = (number, str(cause))
+        state.evictions[place] = state.evictions.get(place, 0) + len(heads)
         state.evicted_at.append(table.used_at[heads])
     # Subscribers see a block removed as wrong as gone: a good copy in the lower tier is promoted
     # and announced again.

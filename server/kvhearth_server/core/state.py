@@ -91,6 +91,7 @@ class CoreState:
         self.events = EventLog()
         self.counts: dict[tuple[str, str], int] = {}
         self.evicted_at: list[U32] = []
+        self.evictions: dict[tuple[int, str], int] = {}
         self.clock = 0
         self.sequence = 0
         self.release_epoch = 0
@@ -130,6 +131,11 @@ class CoreState:
         """Return the logical times of last use of the blocks evicted since the last call."""
         evicted, self.evicted_at = self.evicted_at, []
         return evicted
+
+    def take_evictions(self) -> dict[tuple[int, str], int]:
+        """Return the blocks evicted since the last call, by namespace number and cause."""
+        evictions, self.evictions = self.evictions, {}
+        return evictions
 
     def count(self, name: str, amount: int = 1, label: str = "") -> None:
         """Add to a counter of the shell's metrics."""
@@ -173,6 +179,15 @@ class CoreState:
     def slot_bytes(self, spec: GroupSpec) -> int:
         """Slot size of a group's shards."""
         return self.table.geometry.slot_bytes_for(spec.page_bytes)
+
+    def block_bytes(self, namespace: Namespace, kv_group: int) -> int:
+        """Memory that a block of a namespace's KV group takes.
+
+        Raises:
+            KVHearthError: ``bad_group``.
+        """
+        spec = self.spec(namespace, kv_group)
+        return spec.shards * self.slot_bytes(spec)
 
     def free_slots(self, segment: int, slots: I64) -> None:
         """Free slots that are in no books any more; the caller has bumped their generation."""

@@ -13,8 +13,9 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -38,7 +39,10 @@ from kvhearth_server.core.actions import (
 )
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
+from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits, require
+from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.epoch_store import EpochStore
 from kvhearth_server.engine.recovery import (
     CatalogueWriter,
@@ -51,10 +55,11 @@ from kvhearth_server.engine.recovery import (
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.engine.turns import Turns
+from kvhearth_server.engine.watch import Watch
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.memory.shared_index import SharedIndex, open_shared_index
-from kvhearth_server.observability.counters import Counters, Reported
+from kvhearth_server.observability.counters import FALLBACK, Counters, Reported
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram, TickClock
 from kvhearth_server.tiers.base import Tier
@@ -74,6 +79,7 @@ class EngineLimits:
     message_bytes_max: int
     drain_grace_s: float
     drain_grace_no_pidfd_s: float
+    remote_write: PublishPolicy = PublishPolicy.REUSE
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,8 @@ class Engine:
 
     shared_index: SharedIndex | None = None
     """Index that clients map; see ``share_index``."""
+    adopted_blocks = 0
+    """Blocks that were taken over from an earlier run."""
     describe_gateway: Callable[[], str] | None = None
     """Returns the state of this daemon's gateway, if it has one."""
 
@@ -145,7 +153,6 @@ class Engine:
         self.to_verify: deque[tuple[I64, U32]] = deque()
         self.work = asyncio.Event()
         """Set when ``to_sum`` has got more."""
-        self.adopted_blocks = 0
         self.scrub_progress: dict[str, float] = {}
         """Fraction of the current round that the scrub has read, 0 to 1, by tier."""
         self.doors_shut: dict[str, str] = {}
@@ -154,17 +161,25 @@ class Engine:
         self.ssd_catalogue = EpochStore(
             [path for tier in tiers for path in tier.directories], counters
         )
-        self.core.state.writeback_queue.on = bool(tiers)
+        self.core.state.writeback_queue.on = any(not tier.shared for tier in tiers)
         self._written_version = -1
         self._namespace_texts = (-1, list[str]())
         """Namespaces as the catalogue has them, and their version."""
         self.catalogue = CatalogueWriter(self._prepare_catalogue)
         take_over(self)
         if tiers:
-            self.tiering = Tiering(self.core, self.tiers, self.lineage, self.call, now)
+            self.tiering = Tiering(
+                self.core, self.tiers, self.lineage, self.call, now, shell.remote_write
+            )
             self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
+        self.watch = Watch(self)
         self.write_catalogue()
+
+    @cached_property
+    def accesses(self) -> Accesses:
+        """Takes down lookups and stores; for nobody unless the start sets another one."""
+        return Accesses(self)
 
     def share_index(self) -> None:
         """Write the index into memory that clients map, from now on. Logs why if that cannot be."""
@@ -215,6 +230,20 @@ class Engine:
         """
         return self.sessions.authenticate(token, self.boot_id)
 
+    def heard(self, number: int, namespace: Namespace, counters: Mapping[str, int]) -> None:
+        """Note a heartbeat of a session with its client's counters; the caller bounds them."""
+        session = self.sessions.find(number)
+        if session is not None:
+            session.heard_at = self.now()
+        traffic = namespace.traffic
+        for name, rise in self.reported.note(number, namespace.tenant, counters).items():
+            if name.startswith(FALLBACK):
+                traffic.fallbacks += rise
+            elif name == "asked_tokens":
+                traffic.asked_tokens += rise
+            elif name == "hit_tokens":
+                traffic.hit_tokens += rise
+
     def drain(self) -> None:
         """Refuse new stores and sessions from now on."""
         self.drain_begun.set()
@@ -242,21 +271,7 @@ class Engine:
             KVHearthError: any reason of ``Membership.join``, ``protocol_version``, ``draining``.
         """
         self.refuse_while_draining()
-        if hello.protocol != PROTOCOL_VERSION:
-            raise KVHearthError(
-                Reason.PROTOCOL_VERSION,
-                f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update one",
-            )
-        require(hello.engine_id.isprintable(), Reason.BAD_MESSAGE, "engine_id must be printable")
-        contract = Contract.from_json(hello.contract)
-        # Escapes can make the canonical form longer than the text received; a successor must be
-        # able to read it.
-        text_bytes = len(contract.to_json())
-        require(
-            text_bytes <= CONTRACT_JSON_BYTES_MAX,
-            Reason.BAD_CONTRACT,
-            f"its canonical JSON has {text_bytes} bytes, at most {CONTRACT_JSON_BYTES_MAX}",
-        )
+        contract = _contract_of(hello)
         self._previous(hello, tenant)
         number, token = self.sessions.issue()
         segment = self.core.state.segment_of[tenant]
@@ -293,6 +308,7 @@ class Engine:
                 self.boot_id,
                 keys_max=self.keys_max(contract),
                 identity=hello.identity,
+                heard_at=self.now(),
             )
             self.sessions.add(session)
             if hello.previous_boot == self.boot_id:
@@ -494,3 +510,27 @@ def _record(journal: Journal, action: Action) -> None:
             journal.slab(action)
         case _:
             raise TypeError(f"no journal entry for {type(action).__name__}")
+
+
+def _contract_of(hello: Hello) -> Contract:
+    """Check a hello, and return its contract.
+
+    Raises:
+        KVHearthError: ``protocol_version``, ``bad_message``, ``bad_contract``.
+    """
+    if hello.protocol != PROTOCOL_VERSION:
+        raise KVHearthError(
+            Reason.PROTOCOL_VERSION,
+            f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update one",
+        )
+    require(hello.engine_id.isprintable(), Reason.BAD_MESSAGE, "engine_id must be printable")
+    contract = Contract.from_json(hello.contract)
+    # Escapes can make the canonical form longer than the text received; a successor must be able to
+    # read it.
+    text_bytes = len(contract.to_json())
+    require(
+        text_bytes <= CONTRACT_JSON_BYTES_MAX,
+        Reason.BAD_CONTRACT,
+        f"its canonical JSON has {text_bytes} bytes, at most {CONTRACT_JSON_BYTES_MAX}",
+    )
+    return contract

@@ -55,7 +55,8 @@ class Session:
     ``lock_byte`` is -1 if the process mapped nothing. ``boot_id`` names the daemon run that it
     attached to; ``ghost`` marks a session of an earlier run. ``keys_max`` is the number of blocks
     that a call may name; ``connections`` are those for calls; ``turn`` is its share of the loop's
-    time. ``identity`` names the remote peer that a gateway's session speaks for.
+    time. ``identity`` names the remote peer that a gateway's session speaks for. ``heard_at`` is
+    when it last sent a heartbeat, or attached.
     """
 
     number: int
@@ -71,6 +72,7 @@ class Session:
     drained_since: float | None = None
     keys_max: int = 0
     identity: str = ""
+    heard_at: float = 0.0
     connections: set[Connection] = field(default_factory=set)
     turn: Turn = field(init=False)
 

@@ -5,6 +5,8 @@ long work (evict, forget, check) in portions, so that the loop serves requests i
 from __future__ import annotations
 
 import asyncio
+import collections
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,11 +14,15 @@ from typing import Literal
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.version import __version__
 from kvhearth_server.core.check_books import BooksError
+from kvhearth_server.core.groups import Group
 from kvhearth_server.core.shares import Share
 from kvhearth_server.core.state import require
+from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.namespace_series import OTHER, NamespaceNow
+from kvhearth_server.observability.counters import FALLBACK
 from kvhearth_server.observability.timings import CallTimings, Histogram
-from kvhearth_server.tiers.base import TierFigures
+from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 EVICTED_MAX = 128
 """Blocks of one portion; each takes some 10 microseconds."""
@@ -140,10 +146,8 @@ async def _evict_memory(engine: Engine, digest: bytes, keep_bytes: int) -> int:
     return evicted
 
 
-NAMESPACES_SHOWN_MAX = 32
-"""Upper bound on namespaces listed separately; the others are summed up as one."""
-
-OTHER = "other"
+ENGINES_SHOWN_MAX = 64
+"""Upper bound on engines listed separately; the others are summed up as one."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +173,37 @@ class SegmentNow:
 
 
 @dataclass(frozen=True)
-class NamespaceNow:
-    """One namespace by the first digits of its digest, or all others together."""
+class EngineNow:
+    """One engine, or all engines beyond ``ENGINES_SHOWN_MAX`` together.
 
-    name: str
-    blocks: int
-    used_bytes: int
+    Attributes:
+        namespace: first digits of its namespace's digest.
+        ranks, world_size: attached ranks, and those that the contract asks for.
+        leases, oldest_lease_s: leases that its readers hold, and the age of the oldest.
+        reserved_bytes, quarantined_bytes: memory that it may write, and that it may still write
+            although it left.
+        heartbeat_age_s: time since the last heartbeat of the process that is silent for longest.
+        load_bytes, store_bytes, asked_tokens, hit_tokens, fallbacks: as its attached processes
+            report them, since they began.
+    """
+
+    engine_id: str
+    tenant: str
+    namespace: str = ""
+    incarnation: int = 0
+    ranks: int = 0
+    world_size: int = 0
+    attached: int = 0
+    leases: int = 0
+    oldest_lease_s: float = 0.0
+    reserved_bytes: int = 0
+    quarantined_bytes: int = 0
+    heartbeat_age_s: float = 0.0
+    load_bytes: int = 0
+    store_bytes: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,7 +239,8 @@ class SsdNow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of the daemon at one moment. ``ssd`` is None without such a tier. The five fields
+    """State of the daemon at one moment. ``ssd`` is None without such a tier; ``publishing_blocks``
+    wait to be published to ``remotes``. The five fields
     before ``shares`` are the daemon's own objects, to be read at once.
     """
 
@@ -238,6 +268,10 @@ class Snapshot:
     timings: CallTimings
     eviction_ages: Histogram
     shares: Sequence[ShareNow] = ()
+    engines: Sequence[EngineNow] = ()
+    curves: Sequence[Curve] = ()
+    remotes: Sequence[RemoteFigures] = ()
+    publishing_blocks: int = 0
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
@@ -258,7 +292,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         draining=engine.draining,
         doors_shut=len(engine.doors_shut),
         segments=_segments(engine),
-        namespaces=_namespaces(engine),
+        namespaces=engine.watch.namespaces.look(state.namespaces),
         namespace_count=len(state.namespaces),
         blocks=len(state.index),
         leases=sum(len(group.leases) for group in groups),
@@ -276,6 +310,10 @@ def take_snapshot(engine: Engine) -> Snapshot:
         timings=engine.timings,
         eviction_ages=engine.eviction_ages,
         shares=take_shares(engine),
+        engines=_engines(engine),
+        curves=engine.accesses.curves(),
+        remotes=() if engine.tiering is None else engine.tiering.tier.remote_figures(),
+        publishing_blocks=engine.core.publishing.waiting,
     )
 
 
@@ -361,14 +399,52 @@ def _segments(engine: Engine) -> list[SegmentNow]:
     ]
 
 
-def _namespaces(engine: Engine) -> list[NamespaceNow]:
-    """Return the oldest namespaces by name and the rest as one, so that none moves between its own
-    name and the others'.
-    """
-    spaces = sorted(engine.core.state.namespaces, key=lambda space: space.number)
-    shown, others = spaces[:NAMESPACES_SHOWN_MAX], spaces[NAMESPACES_SHOWN_MAX:]
-    found = [NamespaceNow(s.digest.hex()[:12], s.blocks, s.used_bytes) for s in shown]
-    if others:
-        blocks, used = sum(s.blocks for s in others), sum(s.used_bytes for s in others)
-        found.append(NamespaceNow(OTHER, blocks, used))
-    return found
+def _engines(engine: Engine) -> list[EngineNow]:
+    """Return the oldest engines by name and the rest as one; incarnations of one engine are one."""
+    found = dict[tuple[str, str], EngineNow]()
+    groups = sorted(engine.core.state.groups, key=lambda group: group.number)
+    for group in groups:
+        place = (group.tenant, group.engine_id)
+        if place not in found and len(found) >= ENGINES_SHOWN_MAX:
+            place = ("", OTHER)
+        now = _engine(engine, group, *place)
+        found[place] = _joined(found[place], now) if place in found else now
+    return list(found.values())
+
+
+def _engine(engine: Engine, group: Group, tenant: str, name: str) -> EngineNow:
+    attached, now = group.attached, engine.now()
+    records = [engine.sessions.find(member.session) for member in attached]
+    silent = [now - record.heard_at for record in records if record is not None]
+    sums = collections.Counter[str]()
+    for member in attached:
+        for counter, value in engine.reported.of(member.session).items():
+            sums["fallbacks" if counter.startswith(FALLBACK) else counter] += value
+    space = engine.core.state.namespaces.find_number(group.namespace)
+    return EngineNow(
+        engine_id=name,
+        tenant=tenant,
+        namespace="" if space is None else space.digest.hex()[:12],
+        incarnation=group.incarnation,
+        ranks=len({member.rank for member in attached if member.rank >= 0}),
+        world_size=group.world_size,
+        attached=len(attached),
+        leases=len(group.leases),
+        oldest_lease_s=now - next(iter(group.leased_at.values())) if group.leased_at else 0.0,
+        reserved_bytes=group.stock_bytes,
+        quarantined_bytes=group.quarantined_bytes,
+        heartbeat_age_s=max(silent, default=0.0),
+        **{each: sums[each] for each in _REPORTED},
+    )
+
+
+_REPORTED = ("load_bytes", "store_bytes", "asked_tokens", "hit_tokens", "fallbacks")
+_WORST = ("oldest_lease_s", "heartbeat_age_s", "incarnation")
+_SUMS = (*_REPORTED, "ranks", "attached", "leases", "reserved_bytes", "quarantined_bytes")
+
+
+def _joined(one: EngineNow, other: EngineNow) -> EngineNow:
+    """Return two engines as one: sums of what they hold, the worst of their ages."""
+    sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMS}
+    worst = {name: max(getattr(one, name), getattr(other, name)) for name in _WORST}
+    return dataclasses.replace(other, **sums, **worst)

@@ -135,6 +135,9 @@ NAMES_MAX = 128
 A bound of all tenants together would let one of them use up the names of the others.
 """
 
+FALLBACK = "fail_open_"
+"""Begin of the names of clients' counters of decisions without the cache; a reason follows."""
+
 _ENDED_MAX = 256
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
@@ -153,8 +156,11 @@ class Reported:
         self._last: dict[int, dict[str, int]] = {}
         self._ended: OrderedDict[int, dict[str, int]] = OrderedDict()
 
-    def note(self, session: int, tenant: str, counters: Mapping[str, int]) -> None:
-        """Add a heartbeat of ``session``; the caller bounds the number of ``counters``."""
+    def note(self, session: int, tenant: str, counters: Mapping[str, int]) -> dict[str, int]:
+        """Add a heartbeat of ``session`` and return the rises; the caller bounds the number of
+        ``counters``.
+        """
+        rises = dict[str, int]()
         names = self._names.setdefault(tenant, set())
         last = self._last.setdefault(session, {})
         for name, value in counters.items():
@@ -162,6 +168,12 @@ class Reported:
             if rise > 0 and _taken(name, names):
                 self.totals[name] += rise
                 last[name] = value
+                rises[name] = rise
+        return rises
+
+    def of(self, session: int) -> Mapping[str, int]:
+        """Return the last counters of an attached session's client, by name."""
+        return self._last.get(session, {})
 
     def follow(self, session: int, previous: int) -> None:
         """Continue the counts of ``previous``, the same client's ended session, in ``session``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,7 +13,14 @@ import numpy.typing as npt
 
 from kvhearth.model import I64, U32
 
+SLOW_S = 0.1
+"""Time from which a call is reported by itself."""
+_SLOW_KEPT = 64
+
 SECONDS_BOUNDS = (
+    0.00001,
+    0.000025,
+    0.00005,
     0.0001,
     0.00025,
     0.0005,
@@ -67,6 +74,8 @@ class CallTimings:
         self.ended: Counter[tuple[str, str]] = Counter()
         self.seconds: dict[str, Histogram] = {}
         self.loop_lag = Histogram(SECONDS_BOUNDS)
+        self.slow: deque[tuple[str, str, float]] = deque(maxlen=_SLOW_KEPT)
+        """Calls of at least ``SLOW_S`` that nobody has taken yet: method, code, seconds."""
 
     def observe(self, method: str, code: str, seconds: float) -> None:
         """Count a call of ``method`` that ended as ``code`` after ``seconds``."""
@@ -75,6 +84,8 @@ class CallTimings:
         if histogram is None:
             histogram = self.seconds[method] = Histogram(SECONDS_BOUNDS)
         histogram.observe(seconds)
+        if seconds >= SLOW_S:
+            self.slow.append((method, code, seconds))
 
 
 LAG_EVERY_S = 0.1

@@ -23,15 +23,19 @@ from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.core.inspection import held_by_groups
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as admin_work
+from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.namespace_series import NamespaceNow
 from kvhearth_server.engine.sessions import Session as SessionRecord
 from kvhearth_server.engine.snapshot import (
+    EngineNow,
     SegmentNow,
     ShareNow,
     SsdNow,
     Where,
     take_snapshot,
 )
+from kvhearth_server.engine.watch import Event
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.transport.messages import plain_text
 
@@ -186,6 +190,19 @@ class Stats:
     counters: dict[str, int]
     client_counters: Annotated[dict[str, int], Field(description="What clients told, summed.")]
     shares: Annotated[list[ShareNow], Field(description="Tenants' parts of what is bounded.")]
+    busiest_namespaces: Annotated[
+        list[NamespaceNow], Field(description="At most 32 by name, all others together as other.")
+    ]
+    engines: Annotated[
+        list[EngineNow], Field(description="At most 64 by name, all others together as other.")
+    ]
+    recent: Annotated[list[Event], Field(description="What happened last, the oldest first.")]
+    rates: Annotated[
+        dict[str, float], Field(description="Rises of counters per second, in the last second.")
+    ]
+    curves: Annotated[
+        list[Curve], Field(description="Hit ratios that other capacities would have.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -349,6 +366,11 @@ def stats(engine: Engine) -> Stats:
         counters=engine.counters.snapshot(),
         client_counters=dict(now.reported),
         shares=list(now.shares),
+        busiest_namespaces=now.namespaces,
+        engines=list(now.engines),
+        recent=engine.watch.events(),
+        rates=engine.watch.rates(),
+        curves=list(now.curves),
     )
 
 

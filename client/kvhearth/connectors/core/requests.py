@@ -420,14 +420,18 @@ class Requests:
 
     def _note(self, state: RequestState, lookup: Lookup, result: LookupResult) -> None:
         """Apply an answer, once, to the choice of blocks that need not be stored."""
+        if not state.seen:
+            self._counters.add("asked_tokens", int(state.request.num_tokens))
         state.seen = True
         if result.reason:
             self._counters.add("lookup_failed")
         state.progress.key_salt = lookup.key_salt
         # Blocks left on SSD count as absent, so that the engine that recomputes them stores them in
-        # DRAM for the next request.
+        # DRAM for the next request. A remote's do in any case: they may come too late to be loaded.
         state.progress.present = {
-            group: found.present if lookup.prefetch else found.tiers == Tier.DRAM
+            group: found.present & (found.tiers != Tier.REMOTE)
+            if lookup.prefetch
+            else found.tiers == Tier.DRAM
             for group, found in result.groups.items()
         }
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvhearth_server.engine.namespace_series import NamespaceNow
 from kvhearth_server.engine.snapshot import (
-    NamespaceNow,
+    EngineNow,
     SegmentNow,
     ShareNow,
     Snapshot,
@@ -104,6 +105,11 @@ def of_segments(get: Callable[[SegmentNow], float]) -> Read:
 def of_namespaces(get: Callable[[NamespaceNow], float]) -> Read:
     """Return a reader of one sample for each namespace that is shown."""
     return lambda now: [((each.name,), get(each)) for each in now.namespaces]
+
+
+def of_engines(get: Callable[[EngineNow], float]) -> Read:
+    """Return a reader of one sample for each engine that is shown."""
+    return lambda now: [((each.tenant, each.engine_id), get(each)) for each in now.engines]
 
 
 def of_shares(get: Callable[[ShareNow], float]) -> Read:

@@ -6,7 +6,7 @@ from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
 from kvhearth_server.engine.sessions import Closed
 from kvhearth_server.engine.snapshot import Snapshot
-from kvhearth_server.observability.counters import Counter
+from kvhearth_server.observability.counters import FALLBACK, Counter
 from kvhearth_server.observability.metrics.metric import (
     Metric,
     Samples,
@@ -26,7 +26,6 @@ def _call_seconds(now: Snapshot) -> Samples:
     return [((method,), each) for method, each in sorted(now.timings.seconds.items())]
 
 
-_FALLBACK = "fail_open_"
 _CLIENT_BYTES = {"store": "store_bytes", "load": "load_bytes"}
 _CLIENT_COPY_US = {"store": "store_copy_us", "load": "load_copy_us"}
 _CLIENT_STORES = {
@@ -63,9 +62,9 @@ _CLIENT_TROUBLE = (
 
 
 def _fallbacks(now: Snapshot) -> Samples:
-    reported = {name.removeprefix(_FALLBACK) for name in now.reported if name.startswith(_FALLBACK)}
+    reported = {name.removeprefix(FALLBACK) for name in now.reported if name.startswith(FALLBACK)}
     reasons = sorted(reported | words(Reason))
-    return [((reason,), now.reported.get(_FALLBACK + reason, 0)) for reason in reasons]
+    return [((reason,), now.reported.get(FALLBACK + reason, 0)) for reason in reasons]
 
 
 def _copy_seconds(now: Snapshot) -> Samples:
@@ -241,7 +240,7 @@ SERVICE: tuple[Metric, ...] = (
         "Alert: any one means damaged memory or a writer that is not ours.",
         "checksum_failures",
         "source",
-        usual={"adoption", "demotion", "reader", "scrub", "ssd"},
+        usual={"adoption", "demotion", "publishing", "reader", "remote", "scrub", "ssd"},
         unit="blocks",
     ),
     counter(
@@ -278,9 +277,9 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "gateway"),
-            *("grpc_door", "http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
-            *("lag", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
+            *("accesses", "admin_door", "attach", "attach_connection", "catalogue", "garbage"),
+            *("gateway", "grpc_door", "http_accept", "keeper", "pins", "recovery", "reload"),
+            *("lag", "scrub", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),
     Metric(
@@ -341,6 +340,12 @@ SERVICE: tuple[Metric, ...] = (
         "Tokens that lookups found restorable, as clients count them.",
         "Prefill that was saved.",
         one(lambda now: now.reported.get("lookup_hit_tokens", 0)),
+    ),
+    Metric(
+        "kvhearth_client_asked_tokens_total",
+        "Tokens of the prompts that engines looked up, as clients count them.",
+        "The whole that hit_tokens is a part of.",
+        one(lambda now: now.reported.get("asked_tokens", 0)),
     ),
     Metric(
         "kvhearth_client_fallbacks_total",

@@ -75,6 +75,10 @@ def install(app: FastAPI, engine: Engine) -> None:
 
     async def plain_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            # Browsers ask for icons and people mistype paths: no refusal that anyone must see.
+            missing = f"there is nothing at {plain_text(request.url.path, 200)}; see /docs"
+            return problem_of(KVHearthError(Reason.NO_SUCH_PATH, missing))
         where = plain_text(f"{request.method} {request.url.path}", 200)
         refusal = KVHearthError(Reason.BAD_MESSAGE, f"{where}: {str(error.detail).lower()}")
         return refuse(refusal, status=error.status_code, headers=dict(error.headers or {}))

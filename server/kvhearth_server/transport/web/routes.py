@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from asyncio import all_tasks
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
@@ -32,6 +32,7 @@ from kvhearth_server.transport import reports
 from kvhearth_server.transport.operators import Operators, Right
 from kvhearth_server.transport.reports import Actions, operator, refused
 from kvhearth_server.transport.web import problems
+from kvhearth_server.transport.web.page import Guide, Stream, live_routes, page_routes
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
 from kvhearth_server.transport.web.protocol import REFUSED
 
@@ -462,7 +463,7 @@ def readiness(engine: Engine) -> dict[str, bool]:
 def _state_lines(engine: Engine) -> list[str]:
     gateway = engine.describe_gateway
     lines = [] if gateway is None else [f"[i]{gateway()}"]
-    return [*memory_lines(engine), *ssd_lines(engine), *lines]
+    return [*memory_lines(engine), *ssd_lines(engine), *remote_lines(engine), *lines]
 
 
 def memory_lines(engine: Engine) -> list[str]:
@@ -490,11 +491,37 @@ def ssd_lines(engine: Engine) -> list[str]:
     return [*lines, *(f"[!]ssd: {reason}" for reason in tier.reasons)]
 
 
+def remote_lines(engine: Engine) -> list[str]:
+    """Return the state of the remote tiers and their problems, with which the daemon still
+    serves.
+    """
+    lines = list[str]()
+    for now in take_snapshot(engine).remotes:
+        state = "degraded" if now.problem else "healthy"
+        breaker = "open" if now.breaker_open else "closed"
+        lines.append(
+            f"[i]remote {now.name}: {state}, {now.count('stored_blocks')} blocks published, "
+            f"{now.count('loaded_blocks')} loaded, breaker {breaker}"
+        )
+        if now.problem:
+            lines.append(f"[!]{now.problem}")
+    return lines
+
+
 API_VERSION = "1"
 
 
-def make_app(engine: Engine, settings: Settings, operators: Operators) -> FastAPI:
-    """Build the application over an engine; all of it runs on the engine's loop."""
+def make_app(
+    engine: Engine,
+    settings: Settings,
+    operators: Operators,
+    examine: Callable[[], list[dict[str, str]]] = list,
+) -> FastAPI:
+    """Build the application over an engine; all of it runs on the engine's loop.
+
+    Args:
+        examine: finds what could be better on this machine; called on a thread.
+    """
     app = FastAPI(
         title="KVHearth",
         version=API_VERSION,
@@ -509,6 +536,8 @@ def make_app(engine: Engine, settings: Settings, operators: Operators) -> FastAP
     app.include_router(probe_routes(engine, tokens, guarded=operators.guarded))
     app.include_router(state_routes(engine, tokens))
     app.include_router(admin_routes(engine, settings, tokens))
+    app.include_router(page_routes())
+    app.include_router(live_routes(Stream(engine), Guide(engine, settings, examine), tokens.sums))
     app.add_middleware(
         Bounds, engine=engine, any_host=settings.http_insecure or settings.http_routable
     )

@@ -239,10 +239,11 @@ class WebServer:
         operators: Operators,
         connections_max: int,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+        examine: Callable[[], list[dict[str, str]]] = list,
     ) -> None:
         address = settings.http_address
         assert address is not None, "HTTP is off"
-        self._app = make_app(engine, settings, operators)
+        self._app = make_app(engine, settings, operators, examine)
         places = Places(
             # As many more may be probes.
             max(1, connections_max // 2),

@@ -1,0 +1,244 @@
+"""The page for a browser, and what feeds it: an event stream, findings, and lines that connect."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from pydantic import Field, TypeAdapter
+
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.url import REMOTE_SCHEME, SCHEME, TLS_SCHEME
+from kvhearth_server.config.load import Settings
+from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.watch import EVERY_S, RATES
+from kvhearth_server.transport import reports
+
+VIEWERS_MAX = 16
+_EXAMINED_FOR_S = 60.0
+_STATS = TypeAdapter(reports.Stats)
+_BLOCKS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+def policy_of(page: str) -> str:
+    """Return a content security policy under which only the page's own script and style run."""
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    for tag, text in _BLOCKS.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[tag].append(f"'sha256-{digest}'")
+    return (
+        f"default-src 'none'; script-src {' '.join(hashes['script'])}; "
+        f"style-src {' '.join(hashes['style'])}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def page_routes() -> APIRouter:
+    """Build the routes of the two static pages, which hold no data and need no token."""
+    router = APIRouter(include_in_schema=False)
+    folder = resources.files(__package__)
+    for path, name in (("/", "page.html"), ("/docs", "api.html")):
+        text = (folder / name).read_text(encoding="utf-8")
+        headers = {
+            "content-security-policy": policy_of(text),
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }
+        router.add_api_route(path, _constant(HTMLResponse(text, headers=headers)), name=name)
+    return router
+
+
+def _constant(response: Response) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return response
+
+    return answer
+
+
+class Stream:
+    """Server-sent events: statistics once a second, rendered once for all viewers.
+
+    A viewer gets the samples of the last minutes first. The stream ends when the daemon drains.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._viewers = 0
+        self._text = b""
+        self._rendered_at = float("-inf")
+
+    def answer(self) -> Response:
+        """Return a response that lasts until the viewer leaves.
+
+        Raises:
+            KVHearthError: ``daemon_away`` if there are ``VIEWERS_MAX`` viewers.
+        """
+        if self._viewers >= VIEWERS_MAX:
+            message = f"{self._viewers} viewers follow the events; close one"
+            raise KVHearthError(Reason.DAEMON_AWAY, message)
+        headers = {"cache-control": "no-store"}
+        return StreamingResponse(self._messages(), 200, headers, "text/event-stream")
+
+    async def _messages(self) -> AsyncIterator[bytes]:
+        self._viewers += 1
+        try:
+            yield self._history()
+            while True:
+                yield self._snapshot()
+                if self._engine.draining:
+                    return
+                await self._next()
+        finally:
+            self._viewers -= 1
+
+    async def _next(self) -> None:
+        """Wait for the next snapshot, or for the drain."""
+        pause_s = self._rendered_at + EVERY_S - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.01, pause_s)):
+                await self._engine.drain_begun.wait()
+        except TimeoutError:
+            return
+
+    def _history(self) -> bytes:
+        samples = self._engine.watch.samples
+        rows = [[round(each.at, 1), round(each.span_s, 3), *each.counts] for each in samples]
+        return _message("history", json.dumps({"rates": RATES, "samples": rows}).encode())
+
+    def _snapshot(self) -> bytes:
+        now = time.monotonic()
+        # A viewer's timer may fire a little early: it must not have everything rendered again.
+        if now - self._rendered_at > EVERY_S * 0.9 or self._engine.draining:
+            self._text = _message("stats", _STATS.dump_json(reports.stats(self._engine)))
+            self._rendered_at = now
+        return self._text
+
+
+def _message(event: str, data: bytes) -> bytes:
+    return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
+
+
+@dataclass(frozen=True)
+class AdviceLine:
+    """Something about this machine that could be better."""
+
+    check: str
+    grade: Annotated[str, Field(description="warn, or fail.")]
+    found: str
+    fix: Annotated[str, Field(description="The line that fixes it.")]
+
+
+@dataclass(frozen=True)
+class Connect:
+    """A line that connects an engine to this very daemon."""
+
+    title: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Findings of the doctor about this machine, and lines that connect engines."""
+
+    findings: list[AdviceLine]
+    connect: list[Connect]
+
+
+class Guide:
+    """Answers with findings that are at most a minute old; one thread looks for them at a time.
+
+    Args:
+        examine: returns the findings; called on a thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        examine: Callable[[], list[dict[str, str]]],
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._examine = examine
+        self._turn = asyncio.Lock()
+        self._advice: Advice | None = None
+        self._at = 0.0
+
+    async def answer(self) -> Advice:
+        """Return the advice."""
+        async with self._turn:
+            if self._advice is None or time.monotonic() - self._at > _EXAMINED_FOR_S:
+                found = await asyncio.to_thread(self._examine)
+                lines = [AdviceLine(**each) for each in found if self._matters(each["check"])]
+                self._advice = Advice(lines, connections(self._settings))
+                self._at = time.monotonic()
+        return self._advice
+
+    def _matters(self, check: str) -> bool:
+        """Whether a finding says something about this run, which may have all huge pages that it
+        wants: those are not free for another one.
+        """
+        huge = all(each.huge_bytes >= each.bytes for each in self._engine.arena.segments)
+        return not (huge and check.startswith(("hugepages", "thp")))
+
+
+def connections(settings: Settings) -> list[Connect]:
+    """Return the lines that connect vLLM on this host, and on others if the daemon listens."""
+    url = f"{SCHEME}://{settings.socket_dir}"
+    found = [
+        Connect("vLLM on this host", _vllm(url)),
+        Connect("Other verbs in this shell", f"export KVHEARTH_SOCKET_DIR={settings.socket_dir}"),
+    ]
+    if settings.listen_address is not None:
+        scheme = TLS_SCHEME if settings.tls_cert else REMOTE_SCHEME
+        host, port = settings.listen_address
+        host = "THIS-HOST" if host in ("0.0.0.0", "::") else host
+        remote = f"{scheme}://{host}:{port}?token_file=/etc/kvhearth/token"
+        found.append(Connect("vLLM on another host", _vllm(remote)))
+    return found
+
+
+def _vllm(url: str) -> str:
+    config: dict[str, Any] = {
+        "kv_connector": "KVHearthConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"url": url},
+    }
+    return f"vllm serve MODEL --kv-transfer-config '{json.dumps(config, separators=(',', ':'))}'"
+
+
+def live_routes(stream: Stream, guide: Guide, sums: Callable[..., Awaitable[None]]) -> APIRouter:
+    """Build the routes that feed the page.
+
+    Args:
+        sums: admits those who may read sums.
+    """
+    router = APIRouter(prefix="/v1", tags=["state"], dependencies=[Depends(sums)])
+
+    @router.get(
+        "/events",
+        response_class=Response,
+        responses={200: {"content": {"text/event-stream": {}}}},
+    )
+    async def events() -> Response:
+        """Server-sent events: history once, then stats once a second; 16 viewers at most."""
+        return stream.answer()
+
+    @router.get("/guide")
+    async def advice() -> Advice:
+        """Findings about this machine, and lines that connect engines to this daemon."""
+        return await guide.answer()
+
+    return router
