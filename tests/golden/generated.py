@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import typer.main
+import yaml
 
 from kvhearth.errors import STATUS
 from kvhearth_server.cli.app import LAB_VERBS, build
@@ -28,6 +29,8 @@ OPENAPI = ROOT / "tests" / "golden" / "openapi.json"
 METRICS = ROOT / "docs" / "metrics.md"
 MAP = ROOT / "ARCHITECTURE.md"
 REFERENCE = ROOT / "docs" / "reference.md"
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
+ALERTS = "\n## Alerts\n"
 PACKAGES = ("client/kvhearth", "server/kvhearth_server", "lab/kvhearth_lab")
 BEGIN = "<!-- Generated from the modules' docstrings by `make golden`. -->\n"
 END = "<!-- End of the generated part. -->\n"
@@ -53,6 +56,15 @@ def architecture() -> str:
 def reference() -> str:
     """Return docs/reference.md: every command, setting and reason, from the code."""
     return "\n".join([*_commands(), *_settings(), *_reasons()]) + "\n"
+
+
+def troubleshooting() -> str:
+    """Return docs/troubleshooting.md with its last table, the alerts' runbooks, regenerated."""
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    rows = [f"| {rule['alert']} | {rule['annotations']['runbook']} |" for rule in rules]
+    before = TROUBLE.read_text().partition(ALERTS)[0]
+    return "\n".join([before + ALERTS, "| alert | what to do |", "| --- | --- |", *rows]) + "\n"
 
 
 def _commands() -> Iterator[str]:
@@ -143,6 +155,7 @@ def main() -> None:
     METRICS.write_text(metrics_page())
     MAP.write_text(architecture())
     REFERENCE.write_text(reference())
+    TROUBLE.write_text(troubleshooting())
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ from golden.generated import (
     OPENAPI,
     REFERENCE,
     ROOT,
+    TROUBLE,
     architecture,
     openapi,
     reference,
+    troubleshooting,
 )
 
 from kvhearth_server.observability.exposition import metrics_page
@@ -64,6 +66,10 @@ def test_every_reference_is_there() -> None:
 
 def test_metrics_page() -> None:
     assert METRICS.read_text() == metrics_page(), STALE
+
+
+def test_troubleshooting_has_every_alerts_runbook() -> None:
+    assert TROUBLE.read_text() == troubleshooting(), STALE
 
 
 def test_reference() -> None:

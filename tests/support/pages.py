@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from support.certificates import Authority
 from support.daemon import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,10 +92,15 @@ class Reader:
             "/etc/kvhearth": folder / "etc",
             "/mnt/nvme0": folder / "nvme0",
             "/mnt/nvme1": folder / "nvme1",
-            "/dev/hugepages": folder / "huge",
+            "/dev/hugepages": SHARED / f"{folder.name}-pages",
+            "/opt/kvhearth/bin": folder / "bin",
             "/run/kvhearth": self.runtime / "kvhearth",
         }
-        self.words: dict[str, str] = {"127.0.0.1:9460": f"127.0.0.1:{self.port}", " ...\n": "\n"}
+        self.words = {
+            "127.0.0.1:9460": f"127.0.0.1:{self.port}",
+            "0.0.0.0:9461": f"127.0.0.1:{free_port()}",
+        }
+        self._before = list[str]()
         for place in (self.runtime, folder / "bin", *self.places.values()):
             place.mkdir(mode=0o700, exist_ok=True)
         for each in ("deploy", "docs", "pyproject.toml", "Makefile", "Dockerfile", "lab"):
@@ -120,7 +126,7 @@ class Reader:
         Raises:
             AssertionError: a command failed; the message has the block's line and all output.
         """
-        script = ["set -e -o pipefail", f"cd {shlex.quote(str(self.folder))}"]
+        script = ["set -e -o pipefail", f"cd {shlex.quote(str(self.folder))}", *self._before]
         for block in blocks(page):
             if block.language == "sh" and not block.left_out:
                 script += [f"echo '== {page.name}:{block.line}'", self._local(block.text)]
@@ -138,18 +144,38 @@ class Reader:
         assert done.returncode == 0, f"exit {done.returncode} on {page.name}:\n{done.stdout}"
         return done.stdout
 
+    def prepare(self) -> None:
+        """Give the reader what the pages for operators take for granted: a daemon with an engine's
+        blocks, certificates, tokens, and a settings file. ``3f9c`` and ``KEY`` become real.
+        """
+        authority = Authority(self.folder)
+        cert, key = authority.issue("cache.example")
+        for source, name in ((cert, "cert.pem"), (key, "key.pem")):
+            source.rename(self.folder / name)
+        (self.places["/etc/kvhearth"] / "kvhearth.yaml").write_text("memory: 128MiB\n")
+        ask = "import json, sys; print(json.load(sys.stdin)['namespaces'][0]['namespace'])"
+        self._before = [
+            "kvhearth token new --name a --tokens-file tokens.yaml > /dev/null",
+            "kvhearth serve --memory 128MiB 2> daemon.log & kvhearth health --wait 30",
+            "python deploy/examples/quickstart/store_and_load.py > stored",
+            "KEY=$(tail -1 stored | cut -d' ' -f3)",
+            f'SPACE=$(kvhearth ls --json | python -c "{ask}")',
+            "export BESIDE=1",
+        ]
+        self.words |= {"kvhearth explain KEY": "kvhearth explain $KEY", " 3f9c": " $SPACE"}
+        self.words["kvhearth forget 3f9c"] = "kvhearth forget $SPACE --yes"  # asks on a terminal
+
     def _local(self, text: str) -> str:
         """Return a block with this machine's places and small sizes; a daemon in the foreground is
         started, asked, and ended.
         """
-        for word, value in {**self.words, **{k: str(v) for k, v in self.places.items()}}.items():
-            text = text.replace(word, value)
+        words = {**self.words, **{k: str(v) for k, v in self.places.items()}}
+        for word in sorted(words, key=len, reverse=True):
+            text = text.replace(word, words[word])
         for pattern, value in _SIZES:
             text = re.sub(pattern, value, text)
-        text = re.sub(r"(--ssd-dir[s]?[ =][^\s=]+=)\w+", r"\g<1>256MiB", text)
-        return re.sub(
-            r"(?m)^kvhearth (serve|gateway)(?![^\n]*(\\\n[^\n]*)*& *(#.*)?$)", r"once \1", text
-        )
+        text = re.sub(r"(--ssd-dir[s]?[ =][^\s=]+=)\w+", r"\g<1>300MiB", text)
+        return re.sub(r"(?m)^kvhearth serve(?![^\n]*(\\\n[^\n]*)*& *(#.*)?$)", "once serve", text)
 
     def _programs(self) -> None:
         """Write the replaced programs, and ``kvhearth`` and ``python`` of this environment."""
@@ -161,14 +187,18 @@ class Reader:
         texts["python3"] = texts["python3.12"] = texts["python3.11"] = f'{check} python3 "$@"'
         command = shlex.quote(str(Path(sys.executable).with_name("kvhearth")))
         slow = "|".join(SLOW_VERBS)
+        # Beside the reader's own daemon another one needs sockets of its own.
+        beside = f"export KVHEARTH_SOCKET_DIR={shlex.quote(str(self.folder / 'beside'))} "
+        beside += "KVHEARTH_HTTP=off; "
         texts["kvhearth"] = (
-            f'case "$1" in {slow}) {check} kvhearth "$@";; esac\nexec {command} "$@"'
+            f'case "$1" in {slow}) {check} kvhearth "$@";; '
+            f'doctor) [ -z "$BESIDE" ] || {{ {beside} }};; esac\nexec {command} "$@"'
         )
         texts["once"] = (
-            'dir=""; for word in "$@"; do [ "$before" = --socket-dir ] && dir=$word; before=$word; '
-            f'done\n{command} "$@" & daemon=$!\n'
-            f'if [ "$1" = serve ]; then {command} health --wait 30 ${{dir:+--socket-dir $dir}}; '
-            "else sleep 2; fi || { kill $daemon; exit 1; }\n"
+            f'{beside}\nwords=(); while [ $# -gt 0 ]; do if [ "$1" = --socket-dir ]; then shift; '
+            'else words+=("$1"); fi; shift; done\n'
+            f'{command} "${{words[@]}}" & daemon=$!\n'
+            f"{command} health --wait 30 || {{ kill $daemon; exit 1; }}\n"
             "kill $daemon; wait $daemon"
         )
         for name, text in texts.items():
@@ -196,4 +226,5 @@ def reader() -> Iterator[Reader]:
         try:
             yield found
         finally:
-            shutil.rmtree(found.arena, ignore_errors=True)
+            for place in (found.arena, found.places["/dev/hugepages"]):
+                shutil.rmtree(place, ignore_errors=True)

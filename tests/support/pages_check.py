@@ -12,9 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 _REQUIREMENT = re.compile(r"(\.|\./lab|kvhearth)(\[([a-z,]+)\])?")
 
 
-def main(program: str, *words: str) -> None:
+def main(program: str, *given: str) -> None:
     """Check ``program`` with ``words``; exit with 1 and the reason if they cannot be right."""
+    words = list(given)
     checks = {"pip": _pip, "vllm": _vllm, "python3": _python, "kvhearth": _verb, "cp": _copy}
+    if program == "sudo":
+        program, *words = [word for word in words if word != "-u" and word[0] != "#"]
     checks.get(program, _files)(*words)
 
 
