@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs lock wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs lock wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -176,7 +176,7 @@ wheels: $(WHEELS)/.ready ## wheels with the native module for x86-64 and ARM (di
 
 clean:           ## remove what make built
 	rm -f $(NATIVE)
-	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis dist tests/gpu/kit
+	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis $(VENV)-remotes dist tests/gpu/kit
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)
@@ -186,6 +186,8 @@ bench-gpu: $(VENV)/.ready ## kvhearth bench gpu: bandwidth and time to the first
 
 bench-local: $(VENV)/.ready ## kvhearth bench local: copies, lookups, memory; the last line is one JSON object
 	$(BIN)/kvhearth bench local --json $(BENCH_ARGS)
+
+remotes: $(VENV)-remotes/.ready $(VENV)-redis/.ready $(VENV)-mooncake/.ready ## servers for the remote tier's tests (0.3 GB), which skip without them
 
 $(VENV)-%/.ready: tests/bench/peers/%.txt tests/bench/peers/install.sh
 	PYTHON=$(PYTHON) sh tests/bench/peers/install.sh $(VENV)-$* $* "$(TORCH_SPEC)"

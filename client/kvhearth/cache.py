@@ -122,7 +122,8 @@ def open(
     """Return a cache at a daemon; the daemon may be away, and everything is a miss then.
 
     Args:
-        url: ``kvhearth+unix:///run/kvhearth``.
+        url: ``kvhearth+unix:///run/kvhearth``, or ``kvhearth+unix:`` for this user's daemon, else
+            the system's.
         contract: see ``contract_for``; one KV group, one rank.
         name: this process's name in the daemon's log, or empty for a random one.
         wait_s: how long to wait for the daemon.
@@ -560,13 +561,13 @@ class _Load(_Copies[LoadResult]):
             return
         found: LookupResult | None = None
         try:
-            found = self._look_up()
             wait = PromotionWait(time.monotonic() + self._wait_s)
+            found = self._look_up(wait)
             while self._waits(wait, found):
                 yield wait.due_at
                 if self.future.cancelled():
                     return
-                again = self._look_up()
+                again = self._look_up(wait)
                 if again.reason:  # continue with the leased blocks
                     break
                 # Cancelled only now: the promotions must not be without a requester in between.
@@ -579,8 +580,9 @@ class _Load(_Copies[LoadResult]):
             if found is not None:
                 self.client.cancel(found)
 
-    def _look_up(self) -> LookupResult:
-        return self.client.lookup({_GROUP: self.keys}, prefetch=True)
+    def _look_up(self, wait: PromotionWait) -> LookupResult:
+        wait_s = max(0.001, wait.until - time.monotonic())
+        return self.client.lookup({_GROUP: self.keys}, prefetch=True, wait_s=wait_s)
 
     def _waits(self, wait: PromotionWait, found: LookupResult) -> bool:
         """Return whether to look up again, at ``wait.due_at``."""

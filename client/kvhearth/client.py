@@ -69,7 +69,7 @@ class Returns:
             return
         request = pb.ReleaseRequest(lease_ids=[lease.id])
         reported, most = 0, link.welcome.keys_max
-        for group, extents in _by_group(lease, bad).items():
+        for group, extents in lease.by_group(bad).items():
             some = np.asarray(extents).reshape(-1)[: most - reported]
             if some.size:
                 request.bad.append(codec.pack_slots(self._contract, group, some))
@@ -123,14 +123,6 @@ class Returns:
         )
 
 
-def _by_group(lease: Lease, bad: Mapping[int, Records] | Records) -> dict[int, Records]:
-    """Return bad extents by group; plain records are assigned by the slots of the lease."""
-    if isinstance(bad, Mapping):
-        return dict(bad)
-    flat = np.asarray(bad).reshape(-1)
-    return {group: flat[np.isin(flat["slot"], slots)] for group, slots in lease.slots.items()}
-
-
 _SHORT = frozenset(
     {
         *(Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.SHARE_EXCEEDED),
@@ -165,7 +157,7 @@ class Decisions:
         return self._session_manager.epochs.own
 
     def lookup(
-        self, groups: KeysByGroup, *, lease: bool = True, prefetch: bool = False
+        self, groups: KeysByGroup, *, lease: bool = True, prefetch: bool = False, wait_s: float = 0
     ) -> LookupResult:
         """Look up a request's blocks and lease those that a load needs.
 
@@ -175,6 +167,8 @@ class Decisions:
                 in the result.
             lease: hold the blocks that may be loaded, until ``release``.
             prefetch: start promoting blocks on slower tiers.
+            wait_s: seconds for which the caller will wait for these; the daemon loads none from a
+                remote that would come later. 0: any time.
         """
         lease_id = self._ids.new_id() if lease else 0
         own = parse_arguments(codec.snapshot_keys, groups)
@@ -188,8 +182,9 @@ class Decisions:
             if link.tables and (mapped := self._find_mapped(link, query, lease_id)) is not None:
                 return mapped
             request = pb.LookupRequest(
-                epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch
+                epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch, knows_remote=True
             )
+            request.wait_us = max(0, round(wait_s * 1e6))
             query.put_into(request.groups)
             try:
                 reply = self._caller.call(link, base.LOOKUP, request, self._lookup_s)
@@ -238,7 +233,7 @@ class Decisions:
         def work() -> PrefetchResult:
             link = self._caller.link()
             query = self._query(link, own)
-            request = pb.PrefetchRequest(epoch=self._own_epoch())
+            request = pb.PrefetchRequest(epoch=self._own_epoch(), knows_remote=True)
             query.put_into(request.groups)
             reply = self._caller.call(link, base.PREFETCH, request, self._lookup_s)
             found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
@@ -337,7 +332,7 @@ class Decisions:
         Returns:
             The reason why nothing was queued (such as ``stale_boot``), or empty.
         """
-        own = parse_arguments(_own_extents, groups)
+        own = parse_arguments(codec.own_extents, groups)
 
         def work() -> Reason | NoReason:
             link = self._caller.link()
@@ -413,11 +408,13 @@ class Decisions:
 
         self._caller.decide("touch", work, _nothing)
 
-    def bump_epoch(self, expected: int | None = None) -> int:
+    def bump_epoch(self, expected: int | None = None, *, label: str | None = None) -> int:
         """Invalidate all older blocks of the namespace: this engine has new weights.
 
         Args:
             expected: the epoch to move on from; None takes the daemon's current one.
+            label: name of the new weights, such as a training step, by which hosts share blocks
+                on remote tiers; None keeps the namespace off these until a bump with a label.
 
         Returns:
             The new epoch, which is this client's from now on; or -1 on failure. The weights then
@@ -432,7 +429,7 @@ class Decisions:
             if current is None:
                 self._session_manager.beat(link)
                 current = self._session_manager.epochs.daemon
-            return self._bump(link, current, only_alone=False)
+            return self._bump(link, current, only_alone=False, label=label)
 
         return self._caller.decide("bump_epoch", work, lambda _: EPOCH_UNKNOWN)
 
@@ -442,7 +439,7 @@ class Decisions:
         The weights stay the same: where another engine is attached, or the daemon cannot be asked,
         nothing changes. If the daemon's reply is lost, all answers are misses until ``bump_epoch``.
         """
-        before = self.epoch
+        before, label = self.epoch, self._session_manager.epochs.label
 
         def work() -> bool:
             link = self._caller.link()
@@ -454,21 +451,25 @@ class Decisions:
                 self._bump(link, current, only_alone=True)
             except KVHearthError as error:
                 if not outcome_unknown(error):
-                    self._session_manager.epochs.use(before)
+                    self._session_manager.epochs.use(before, label)
                 raise
             return True
 
         return self._caller.decide("drop_if_alone", work, lambda _: False)
 
-    def _bump(self, link: Link, expected: int, *, only_alone: bool) -> int:
-        request = pb.BumpEpochRequest(expected_epoch=expected, only_alone=only_alone)
+    def _bump(
+        self, link: Link, expected: int, *, only_alone: bool, label: str | None = None
+    ) -> int:
+        request = pb.BumpEpochRequest(expected_epoch=expected, only_alone=only_alone, label=label)
         reply = self._caller.call(link, base.BUMP_EPOCH, request, self._call_s)
-        self._session_manager.epochs.bumped(link.boot_id, reply.epoch)
+        self._session_manager.epochs.bumped(link.boot_id, reply.epoch, label)
         return int(reply.epoch)
 
-    def use_epoch(self, epoch: int) -> None:
-        """Declare that this engine now has the weights of ``epoch``, which another engine set."""
-        self._session_manager.epochs.use(epoch)
+    def use_epoch(self, epoch: int, *, label: str | None = None) -> None:
+        """Declare that this engine now has the weights of ``epoch``, which another engine set, with
+        this label.
+        """
+        self._session_manager.epochs.use(epoch, label)
 
     def _own_epoch(self) -> int:
         epoch = self._session_manager.epochs.own
@@ -516,10 +517,6 @@ def _require_valid(argument: T | None) -> T:
     return argument
 
 
-def _own_extents(groups: Mapping[int, Records]) -> dict[int, Records]:
-    return {group: np.asarray(extents) for group, extents in groups.items()}
-
-
 def _nothing(_: str) -> None:
     return None
 
@@ -540,8 +537,8 @@ def connect(
     """Return a client that attaches in the background; the daemon may be away.
 
     Args:
-        url: ``kvhearth+unix:///run/kvhearth``, or ``kvhearth://host:9461`` for a daemon on another
-            host (``kvhearths://`` with TLS); options as in ``url.UnixUrl`` and ``url.RemoteUrl``.
+        url: ``kvhearth+unix:`` for this user's daemon, else the system's, or ``kvhearth://host``
+            for a daemon on another host; forms and options as in ``kvhearth.url``.
         contract: properties of this engine's KV bytes.
         engine_id: the engine's name, the same in its scheduler and all its ranks.
         scheduler: whether this process takes the engine's decisions.

@@ -72,11 +72,16 @@ verify.
 
 
 class Tier(enum.IntEnum):
-    """Location of a block, as the byte in ``GroupPresence.tiers``."""
+    """Location of a block, as the byte in ``GroupPresence.tiers``.
+
+    A block that is ``REMOTE`` but not present is being asked about: whether it is there is not
+    known yet.
+    """
 
     NOWHERE = 0
     DRAM = 1
     SSD = 2
+    REMOTE = 3
 
 
 def pack_bits(flags: Bools) -> bytes:

@@ -27,6 +27,13 @@ class Lease:
     boot_id: str
     slots: Mapping[int, U32] = field(default_factory=dict)
 
+    def by_group(self, extents: Mapping[int, Records] | Records) -> dict[int, Records]:
+        """Return extents by group; plain records are assigned by the slots of the lease."""
+        if isinstance(extents, Mapping):
+            return dict(extents)
+        flat = np.asarray(extents).reshape(-1)
+        return {group: flat[np.isin(flat["slot"], slots)] for group, slots in self.slots.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class GroupResult:
@@ -36,7 +43,8 @@ class GroupResult:
         present: (n,) known on any tier.
         ready: (n,) in DRAM and checksummed.
         leased: (n,) held by the lease.
-        tiers: (n,) a ``model.Tier`` each.
+        tiers: (n,) a ``model.Tier`` each; a block that is ``REMOTE`` but not present is being asked
+            about.
         extents: (leased.sum() * shards,) ``EXTENT_DTYPE``, in key order, shards of a block in rank
             order.
     """

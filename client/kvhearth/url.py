@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.wire.remote import TOKEN_BYTES_MAX
 
 SCHEME = "kvhearth+unix"
+SYSTEM_SOCKET_DIR = Path("/run/kvhearth")
+DEFAULT_URL = f"{SCHEME}:"
+"""URL without a directory: the daemon that ``find_socket_dir`` finds."""
 REMOTE_SCHEME = "kvhearth"
 TLS_SCHEME = "kvhearths"
 REMOTE_PORT = 9461
@@ -182,13 +185,47 @@ _CONNECTIONS = range(1, 65)
 _SECRET_NAMES = ("token", "secret", "password")
 
 
+def default_socket_dir() -> Path:
+    """Return the socket directory of a daemon that is given none: ``/run/kvhearth`` for root and
+    for a user who may write there, else the user's own.
+    """
+    return SYSTEM_SOCKET_DIR if _system_is_ours() else _own_socket_dir()
+
+
+def find_socket_dir() -> Path:
+    """Return the socket directory of a client that is given none: that of the user's own daemon if
+    there is one, else ``/run/kvhearth`` if it exists, which another user's daemon may serve.
+    """
+    own = _own_socket_dir()
+    if _system_is_ours() or (SYSTEM_SOCKET_DIR.is_dir() and not (own / ATTACH_SOCKET).exists()):
+        return SYSTEM_SOCKET_DIR
+    return own
+
+
+def _system_is_ours() -> bool:
+    return os.geteuid() == 0 or os.access(SYSTEM_SOCKET_DIR, os.W_OK | os.X_OK)
+
+
+def _own_socket_dir() -> Path:
+    """Return ``$XDG_RUNTIME_DIR/kvhearth``; without that variable a directory with the user's id,
+    below systemd's own or in /tmp.
+    """
+    uid = os.geteuid()
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}"
+    if os.path.isabs(runtime) and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime) / "kvhearth"
+    return Path(f"/tmp/kvhearth-{uid}")
+
+
 def parse_url(url: str) -> DaemonUrl:
-    """Parse a client URL.
+    """Parse a client URL. One without a directory, ``kvhearth+unix:``, is of ``find_socket_dir``.
 
     Raises:
         KVHearthError: ``bad_url`` with the problem and an example; never with a secret.
     """
     parts = urlsplit(url)
+    if parts.scheme == SCHEME and not parts.netloc and not parts.path:
+        return parse_url(_found_url(parts.query))
     if parts.scheme in (REMOTE_SCHEME, TLS_SCHEME):
         return _remote_url(url)
     if parts.scheme != SCHEME or parts.netloc or not parts.path.startswith("/"):
@@ -205,6 +242,15 @@ def parse_url(url: str) -> DaemonUrl:
     if len(os.fsencode(found.attach_path)) > _SOCKET_PATH_BYTES_MAX:
         raise KVHearthError(Reason.BAD_URL, f"{found.attach_path!r} is too long for a socket")
     return found
+
+
+def _found_url(query: str) -> str:
+    """Return the URL of the daemon that ``find_socket_dir`` finds, with these options."""
+    found = find_socket_dir()
+    # Anybody may make a directory in /tmp: only the user's own daemon is talked to there.
+    own = found != SYSTEM_SOCKET_DIR and "daemon_uid" not in query and "calls=grpc" not in query
+    options = "&".join(filter(None, (query, f"daemon_uid={os.geteuid()}" if own else "")))
+    return f"{SCHEME}://{quote(str(found))}" + (f"?{options}" if options else "")
 
 
 def _remote_url(url: str) -> RemoteUrl:

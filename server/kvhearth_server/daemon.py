@@ -23,7 +23,9 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits
+from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.scrub import Scrub
@@ -193,6 +195,7 @@ def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Eng
     counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
     engine.turns.watch(asyncio.get_running_loop())
+    engine.accesses = Accesses(engine, settings.curve_keys)
     if settings.shared_index:
         engine.share_index()
     return engine
@@ -348,11 +351,12 @@ def _spawn(
     for tier in engine.tiers:
         if isinstance(tier, SsdTier):
             supervisor.spawn("recovery", partial(follow_recovery, tier))
+    supervisor.spawn("accesses", engine.accesses.run)
     if settings.scrub_rate:
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:
         degraded = DegradedLog(engine.tiering.tier.problems)
-        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded, engine.turns))
     if engine.durable:
         supervisor.spawn("catalogue", engine.catalogue.run)
 
@@ -411,6 +415,7 @@ def _shell(settings: Settings) -> EngineLimits:
         message_bytes_max=settings.message_bytes_max,
         drain_grace_s=settings.drain_grace_s,
         drain_grace_no_pidfd_s=settings.drain_grace_no_pidfd_s,
+        remote_write=PublishPolicy(settings.remote_write),
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,18 @@ from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.keys_file import Key, read_keys, shown_id
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.observability.logs import StartBar, get_logger
-from kvhearth_server.ownership import foreign
-from kvhearth_server.tiers.base import AbandonableCall, DirectoryError, Tier, TierFigures
+from kvhearth_server.ownership import foreign, read_secret
+from kvhearth_server.tiers.base import (
+    AbandonableCall,
+    DirectoryError,
+    Tier,
+)
 from kvhearth_server.tiers.chain import demotion_region
+from kvhearth_server.tiers.figures import TierFigures
+from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
+from kvhearth_server.tiers.remote.process import ProcessMover
+from kvhearth_server.tiers.remote.tier import Limits, Prices, RemoteTier
+from kvhearth_server.tiers.remote.url import parse_remote
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 from kvhearth_server.tiers.ssd.files import Busy, Files
@@ -52,7 +62,9 @@ Probe = Callable[[str, int], ProbeResult]
 
 _LOOK_S = 0.1
 _TELL_S = 5.0
+FLEET_KEY_BYTES_MAX = 4096
 _log = get_logger("kvhearth.ssd")
+_remote_log = get_logger("kvhearth.remote")
 
 
 @dataclass(frozen=True)
@@ -63,16 +75,18 @@ class TierKind:
         is_on: whether the settings ask for one.
         open: opens it over regions, the bytes of each arena segment first; the last argument tells
             whether another tier is behind it, to which it offers what it drops.
+        shared: whether it is shared, and so behind all others.
     """
 
     is_on: Callable[[Settings], bool]
     open: Callable[[Settings, Sequence[U8], bool], Tier]
+    shared: bool = False
 
 
 def open_tiers(
     settings: Settings, arena: Arena, kinds: Sequence[TierKind] | None = None
 ) -> list[Tier]:
-    """Open the tiers of these settings, cheapest first.
+    """Open the tiers of these settings, cheapest first, remotes last.
 
     Args:
         kinds: kinds of tiers, cheapest first; ``TIERS`` by default.
@@ -82,15 +96,83 @@ def open_tiers(
     """
     wanted = [kind for kind in (TIERS if kinds is None else kinds) if kind.is_on(settings)]
     regions = [segment.view for segment in arena.segments]
-    if len(wanted) > 1:
+    local_count = sum(not kind.shared for kind in wanted)
+    if local_count > 1:
         regions.append(demotion_region())
     opened: list[Tier] = []
     with contextlib.ExitStack() as undo:
         for number, kind in enumerate(wanted, 1):
-            opened.append(kind.open(settings, regions, number < len(wanted)))
+            opened.append(kind.open(settings, regions, number < local_count))
             undo.callback(opened[-1].close)
+        for tier in open_remotes(settings, arena):
+            opened.append(tier)
+            undo.callback(tier.close)
         undo.pop_all()
     return opened
+
+
+def open_remotes(settings: Settings, arena: Arena) -> Iterator[RemoteTier]:
+    """Yield the remotes of these settings, each with a helper process; see ``open_tiers``."""
+    key = fleet_key(settings)
+    for index, text in enumerate(settings.remote):
+        url = parse_remote(text)
+        mover = ProcessMover(
+            url,
+            key,
+            arena.segments,
+            settings.remote_staging,
+            index=index,
+            log_level=settings.log_level,
+            log_format=settings.log_format,
+        )
+        regions = [segment.view for segment in arena.segments]
+        limits, prices = remote_limits(settings), remote_prices(settings)
+        _remote_log.info("remote.opened", remote=url.place, number=index)
+        yield RemoteTier(mover, regions, url.place, key, limits, prices=prices)
+
+
+def fleet_key(settings: Settings) -> bytes:
+    """Return the fleet's secret; without a file, one that everybody knows.
+
+    Raises:
+        KVHearthError: ``config_invalid``: the file cannot be read, is not private, or is too short.
+    """
+    path = settings.remote_fleet_key_file
+    if path is None:
+        if settings.remote:
+            _remote_log.warning(
+                "remote.no_fleet_key",
+                message="whoever reads the remote can guess blocks' names; give all hosts the same "
+                "--remote-fleet-key-file",
+            )
+        return hashlib.sha256(b"kvhearth fleet without a key").digest()
+    try:
+        found = read_secret(path, FLEET_KEY_BYTES_MAX).strip()
+    except OSError as error:
+        raise KVHearthError(
+            Reason.CONFIG_INVALID,
+            f"remote_fleet_key_file: {path} cannot be used ({error.strerror}); give a file that "
+            "only the daemon's user can read",
+        ) from None
+    if len(found) < FLEET_KEY_BYTES_MIN:
+        raise KVHearthError(
+            Reason.CONFIG_INVALID,
+            f"remote_fleet_key_file: {path} has {len(found)} bytes, too few for a secret; write "
+            "one with: openssl rand -hex 32",
+        )
+    return found
+
+
+def remote_limits(settings: Settings) -> Limits:
+    """Return the bounds of what is published to a remote."""
+    return Limits(
+        settings.remote_bytes_per_s, settings.remote_bytes_per_day, settings.remote_requests_per_s
+    )
+
+
+def remote_prices(settings: Settings) -> Prices:
+    """Return the prices that a remote's estimated cost is made of."""
+    return Prices(settings.remote_put_price, settings.remote_get_price, settings.remote_gib_price)
 
 
 def _open_ssd(

@@ -9,7 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import typer.main
+
+from kvhearth.errors import STATUS
+from kvhearth_server.cli.app import LAB_VERBS, build
+from kvhearth_server.cli.config import setting_line
+from kvhearth_server.cli.serve import metavar
 from kvhearth_server.config.load import Settings
+from kvhearth_server.config.model import RELOADABLE
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.exposition import metrics_page
 from kvhearth_server.observability.metrics import COUNTERS
@@ -20,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OPENAPI = ROOT / "tests" / "golden" / "openapi.json"
 METRICS = ROOT / "docs" / "metrics.md"
 MAP = ROOT / "ARCHITECTURE.md"
+REFERENCE = ROOT / "docs" / "reference.md"
 PACKAGES = ("client/kvhearth", "server/kvhearth_server", "lab/kvhearth_lab")
 BEGIN = "<!-- Generated from the modules' docstrings by `make golden`. -->\n"
 END = "<!-- End of the generated part. -->\n"
@@ -40,6 +48,74 @@ def architecture() -> str:
     """Return ARCHITECTURE.md with the list of modules regenerated."""
     before, _, rest = MAP.read_text().partition(BEGIN)
     return before + BEGIN + "\n" + modules_section() + "\n" + END + rest.partition(END)[2]
+
+
+def reference() -> str:
+    """Return docs/reference.md: every command, setting and reason, from the code."""
+    return "\n".join([*_commands(), *_settings(), *_reasons()]) + "\n"
+
+
+def _commands() -> Iterator[str]:
+    yield "# Reference"
+    yield ""
+    yield "Generated from the code by `make golden`. [Metrics](metrics.md) have their own page."
+    yield ""
+    yield "## Commands"
+    yield ""
+    yield "`--json`, where it is, prints one JSON object on stdout. Exit status: 0 done; 1 refused,"
+    yield "not reachable, or the checked condition does not hold; 2 wrong usage or setting; 3 no"
+    yield "memory, huge pages, or usable arena or SSD directory."
+    yield ""
+    yield "| command | what it does | options |"
+    yield "| --- | --- | --- |"
+    for words, command in _verbs(typer.main.get_command(build())):
+        if command.hidden:
+            continue
+        told = " ".join((command.help or "").partition("\n\n")[0].split())
+        arguments = [each.metavar or "" for each in command.params if each.opts[0][0] != "-"]
+        flags = [each.opts[0] for each in command.params if each.opts[0][0] == "-"]
+        options = "the settings below" if len(flags) > 40 else ", ".join(f"`{f}`" for f in flags)
+        name = " ".join(["kvhearth", *words, *filter(None, arguments)])
+        yield f"| `{name}` | {told} | {options} |"
+    yield ""
+
+
+def _verbs(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield words, command
+    for name in below or ():
+        if words or name not in LAB_VERBS:  # another distribution's, which says more itself
+            yield from _verbs(below[name], *words, name)
+
+
+def _settings() -> Iterator[str]:
+    yield "## Settings"
+    yield ""
+    yield "Each is a flag of `kvhearth serve` (`--slab-bytes`), a variable (`KVHEARTH_SLAB_BYTES`)"
+    yield "and a line of the YAML file (`slab_bytes:`), in this order of precedence. ↻ marks those"
+    yield "that `kvhearth config reload` applies."
+    yield ""
+    yield "| setting | form | default | meaning |"
+    yield "| --- | --- | --- | --- |"
+    for name, field in Settings.model_fields.items():
+        form = "true or false" if field.annotation is bool else metavar(field)
+        shown = setting_line(name, field, field.default).partition(":")[2].strip() or "none"
+        told = (field.description or "").replace("|", "\\|")
+        mark = " ↻" if name in RELOADABLE else ""
+        yield f"| `{name}`{mark} | {form.replace('|', ', ')} | {shown} | {told} |"
+    yield ""
+
+
+def _reasons() -> Iterator[str]:
+    yield "## Reasons"
+    yield ""
+    yield "[troubleshooting.md](troubleshooting.md#reasons) says what to do. The status is gRPC's."
+    yield ""
+    yield "| reason | status | HTTP |"
+    yield "| --- | --- | --- |"
+    for reason, status in STATUS.items():
+        yield f"| `{reason}` | {status.code.name} | {status.http} |"
 
 
 def _package(folder: Path) -> Iterator[str]:
@@ -66,6 +142,7 @@ def main() -> None:
     OPENAPI.write_text(json.dumps(openapi(), indent=2, sort_keys=True) + "\n")
     METRICS.write_text(metrics_page())
     MAP.write_text(architecture())
+    REFERENCE.write_text(reference())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,16 @@ import json
 import re
 from typing import Any
 
-from golden.generated import MAP, METRICS, OPENAPI, ROOT, architecture, openapi
+from golden.generated import (
+    MAP,
+    METRICS,
+    OPENAPI,
+    REFERENCE,
+    ROOT,
+    architecture,
+    openapi,
+    reference,
+)
 
 from kvhearth_server.observability.exposition import metrics_page
 
@@ -55,6 +64,10 @@ def test_every_reference_is_there() -> None:
 
 def test_metrics_page() -> None:
     assert METRICS.read_text() == metrics_page(), STALE
+
+
+def test_reference() -> None:
+    assert REFERENCE.read_text() == reference(), STALE
 
 
 def test_architecture_lists_every_module() -> None:

@@ -61,14 +61,14 @@ def test_the_readmes_example_runs(daemon: Daemon) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "kvhearth.open(" in block]
     assert len(code.splitlines()) <= 20
-    assert "kvhearth+unix:///run/kvhearth" in code
+    assert '"kvhearth+unix:"' in code
     done = subprocess.run(
         [
             sys.executable,
             "-W",
             "error",
             "-c",
-            code.replace("kvhearth+unix:///run/kvhearth", daemon.url()),
+            code.replace("kvhearth+unix:", daemon.url()),
         ],
         capture_output=True,
         text=True,

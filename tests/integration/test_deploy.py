@@ -31,7 +31,6 @@ from support.ssd_kit import new_keys
 from kvhearth.connectors.core.settings import URL_ENV, parse_settings
 from kvhearth.connectors.vllm.adapter import VllmSettings
 from kvhearth.url import parse_url
-from kvhearth.version import __version__
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.config.load import ENV_PREFIX, Settings
 from kvhearth_server.config.value_types import parse_size
@@ -161,7 +160,8 @@ def test_the_sidecars_ssd_tier_is_a_few_lines(tmp_path: Path) -> None:
 def test_compose() -> None:
     loaded: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
     services = loaded["services"]
-    assert set(services) == {"arena", "kvhearth", "engine", "prometheus"}
+    wanted = {"arena", "kvhearth", "engine", "engine-cpu", "prometheus", "grafana"}
+    assert set(services) == wanted
     daemon = services["kvhearth"]
     settings = _settings({n: default(v) for n, v in daemon["environment"].items()})
     assert settings.arena_dir == Path("/arena")
@@ -178,7 +178,11 @@ def test_compose() -> None:
     assert services["engine"]["volumes"] == needs, "of the daemon it needs the sockets only"
     waits_for = services["engine"]["depends_on"]["kvhearth"]["condition"]
     assert waits_for == "service_started", "an engine computes without a healthy daemon"
-    assert services["engine"]["profiles"] == ["engine"]
+    profiles = {name: services[name]["profiles"] for name in ("engine", "engine-cpu")}
+    assert profiles == {"engine": ["engine"], "engine-cpu": ["cpu"]}
+    gpu, cpu = services["engine"], services["engine-cpu"]
+    assert cpu["command"] == gpu["command"]
+    assert cpu["environment"].items() >= gpu["environment"].items()
     for service in services.values():
         assert set(service.get("depends_on", {})) <= set(services)
         sources = [default(volume).split(":")[0] for volume in service["volumes"]]
@@ -219,15 +223,41 @@ def test_an_engines_weights_have_a_name(name: str) -> None:
 
 
 def test_an_engines_image_holds_the_connector() -> None:
+    """It is installed from this checkout: no index has the package yet."""
     text = (DEPLOY / "engine.Dockerfile").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert [line.split()[0] for line in lines] == ["FROM", "RUN"]
-    assert lines[1].split()[-1] == f"kvhearth=={__version__}"
-    (tag,) = re.findall(r"docker build -t (\S+) -f deploy/engine.Dockerfile deploy", text)
+    assert [line.split()[0] for line in lines] == ["ARG", "FROM", "COPY", "COPY", "COPY", "RUN"]
+    copied = {word for line in lines for word in line.split()[1:-1] if line.startswith("COPY")}
+    assert all((ROOT / word).exists() for word in copied)
+    main = (ROOT / "Dockerfile").read_text()
+    built = next(line for line in main.splitlines() if line.startswith("COPY pyproject")).split()
+    assert {*built[1:-1], "client", "server"} == copied, "what the wheel is built of"
+    assert lines[-1].split()[-1] == "/src"
+    (tag,) = re.findall(
+        r"docker build -t (\S+) -f deploy/engine.Dockerfile \.$", text, re.MULTILINE
+    )
     for make in ENGINES.values():
         assert make().image == f"{tag}:latest"
-    build = yaml.safe_load(COMPOSE.read_text())["services"]["engine"]["build"]
-    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "engine.Dockerfile")
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    for name in ("engine", "engine-cpu"):
+        build = services[name]["build"]
+        assert (DEPLOY / build["context"]).samefile(ROOT)
+        assert (ROOT / build["dockerfile"]).samefile(DEPLOY / "engine.Dockerfile")
+    cpu = default(services["engine-cpu"]["build"]["args"]["BASE"])
+    assert cpu in text, "the recipe for one's own hands"
+    assert cpu.rpartition(":")[2] == lines[0].rpartition(":")[2], "the same vLLM"
+
+
+def test_grafana_finds_prometheus_and_dashboards() -> None:
+    folder = DEPLOY / "grafana/provisioning"
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    (source,) = yaml.safe_load((folder / "datasources/prometheus.yaml").read_text())["datasources"]
+    host, _, port = source["url"].removeprefix("http://").partition(":")
+    assert services[host]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    (found,) = yaml.safe_load((folder / "dashboards/kvhearth.yaml").read_text())["providers"]
+    mounts = dict(each.split(":")[:2] for each in services["grafana"]["volumes"])
+    assert mounts["./grafana"] == found["options"]["path"]
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
 
 
 # -- the compose specification ---------------------------------------------------------------------
@@ -241,7 +271,8 @@ def test_the_compose_specification_takes_the_file() -> None:
     probe = [str(python), "-c", "import compose_spec"]
     if not python.exists() or subprocess.run(probe, check=False, capture_output=True).returncode:
         pytest.skip("compose-spec is not there: run `make tools`")
-    text = default(COMPOSE.read_text())
+    # The parser knows no merge keys (<<), which compose takes.
+    text = yaml.safe_dump(yaml.safe_load(default(COMPOSE.read_text())))
     for given, good in ((text, True), (text.replace("depends_on", "dependson"), False)):
         done = subprocess.run(
             [python, "-c", _PARSE_COMPOSE], input=given, capture_output=True, text=True, check=False

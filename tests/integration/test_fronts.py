@@ -202,7 +202,7 @@ async def kit(folder: Path, *, ssd: bool = False, **options: Any) -> AsyncIterat
         background.start()
         if engine.tiering is not None:
             degraded = DegradedLog(engine.tiering.tier.problems)
-            supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
+            supervisor.spawn("tiering", partial(drive, engine.tiering, degraded, engine.turns))
         pool = undo.enter_context(GatedPool())
         values = {"pool": pool, "deadline_s": 20.0, **options.pop("cache", {})}
         decisions = Dispatcher(engine, background.verify_blocks)

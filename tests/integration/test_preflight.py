@@ -14,20 +14,17 @@ from pathlib import Path
 import pytest
 import yaml
 from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
-from support.memory_places import mounted, tmpfs_directory
+from support.memory_places import HUGE, mounted, on_hugetlbfs, tmpfs_directory
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.value_types import parse_size
-from kvhearth_server.memory.mapping import Filesystem, FilesystemKind, KernelMemory, filesystem_kind
-from kvhearth_server.memory.plan import CATALOGUE_NAME, room_of
-from kvhearth_server.preflight import arena_plan
+from kvhearth_server.memory.mapping import FilesystemKind, KernelMemory, filesystem_kind
+from kvhearth_server.memory.plan import CATALOGUE_NAME
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
-MIB = 1 << 20
-HUGE = 2 * MIB
 EXIT_S = 30.0
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 Prepare = Callable[[Daemon, Path, contextlib.ExitStack], None]
@@ -305,12 +302,6 @@ def pool() -> Iterator[Pool]:
         NR_HUGEPAGES.write_text("0")
 
 
-def on_hugetlbfs(settings: Settings) -> int:
-    """Returns the pages that the one sizing function counts."""
-    place = Filesystem(FilesystemKind.HUGETLBFS, HUGE, 0, 0)
-    return room_of(arena_plan(settings).geometry, place).bytes // HUGE
-
-
 def number_told(text: str) -> int:
     """Returns the ``vm.nr_hugepages`` of a message."""
     found = re.search(r"sysctl -w vm\.nr_hugepages=(\d+)", text)
@@ -363,7 +354,7 @@ def test_the_pages_that_are_told_are_exactly_enough(
             daemon.kill()
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/operations.md"])
+@pytest.mark.parametrize("name", ["docs/operations.md"])
 def test_the_pages_that_documents_tell_are_the_ones_it_takes(name: str) -> None:
     text = (ROOT / name).read_text()
     reported = {int(each) for each in re.findall(r"vm\.nr_hugepages=(\d+)", text)}

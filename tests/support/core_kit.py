@@ -308,7 +308,7 @@ class Rig:
     def present(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:
         """Return which keys are present; marks nothing as used."""
         asked = items(named, kv_group)
-        (one,), _ = self.core.reading.presence(session, self.epoch(session), asked)
+        (one,), _, _ = self.core.reading.presence(session, self.epoch(session), asked)
         return [bool(flag) for flag in one.present]
 
     def head(self, session: int, named: bytes, kv_group: int = 0) -> int:

@@ -84,6 +84,8 @@ class Daemon(harness.Daemon):
         super().__init__(folder, arena_dir, {**SMALL, **settings}, starter or usual)
         self.dram_bytes = 0
         """Size of a tier of memory behind the others, for a daemon that is forked."""
+        self.remotes: list[Path] = []
+        """Folders of scripted remotes behind the others, for a daemon that is forked."""
 
     def _fork(self, flags: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Child:
         return nursery().birth(
@@ -92,6 +94,7 @@ class Daemon(harness.Daemon):
             arguments=flags,
             environment={**_NATIVE, **environment},
             dram_bytes=self.dram_bytes,
+            remotes=[str(folder) for folder in self.remotes],
         )
 
     @property

@@ -126,7 +126,7 @@ class ReadingRules(MachineBase):
         expected = [block is not None for block in self.known(client, kv_group, named)]
         items = [KeysItem(kv_group, named)]
         assert self.core.reading.touch(client.number, epoch, items) == sum(expected)
-        (one,), _ = self.core.reading.presence(client.number, epoch, items)
+        (one,), _, _ = self.core.reading.presence(client.number, epoch, items)
         assert one.present.tolist() == expected
         assert not one.leased.any()
 

@@ -15,10 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from kvhearth_server.memory.mapping import FilesystemKind, KernelMemory, filesystem_kind
+from kvhearth_server.config.load import Settings
+from kvhearth_server.memory.mapping import Filesystem, FilesystemKind, KernelMemory, filesystem_kind
+from kvhearth_server.memory.plan import room_of
+from kvhearth_server.preflight import arena_plan
 
 MIB = 1 << 20
+HUGE = 2 * MIB
 CHILD_DEADLINE_S = 20.0
+
+
+def on_hugetlbfs(settings: Settings) -> int:
+    """Return the pages that the one sizing function counts."""
+    place = Filesystem(FilesystemKind.HUGETLBFS, HUGE, 0, 0)
+    return room_of(arena_plan(settings).geometry, place).bytes // HUGE
 
 
 def free_hugepages() -> int:

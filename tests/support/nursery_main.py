@@ -68,23 +68,29 @@ def _live(request: dict[str, object], numbers: list[int]) -> None:
 
 
 def serve_daemon(
-    log: int, arguments: list[str], environment: dict[str, str], dram_bytes: int
+    log: int,
+    arguments: list[str],
+    environment: dict[str, str],
+    dram_bytes: int,
+    remotes: list[str],
 ) -> int:
     """Run ``kvhearth serve`` as the command line does.
 
     Args:
         dram_bytes: size of a tier of ordinary memory behind all others, 0 for none.
+        remotes: folders of scripted remotes.
     """
     from kvhearth import failpoints as faults
     from kvhearth_server.cli.app import run
 
     kinds = None
-    if dram_bytes:
+    if dram_bytes or remotes:
         from kvhearth_server.tier_startup import TIERS, TierKind
+        from support.mover_double import scripted_remote
         from support.tier_doubles import DramTier
 
         dram = TierKind(lambda _: True, lambda _, regions, __: DramTier(regions, dram_bytes))
-        kinds = [*TIERS, dram]
+        kinds = [*TIERS, *([dram] if dram_bytes else []), *map(scripted_remote, remotes)]
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)

@@ -19,6 +19,7 @@ import xxhash
 from kvhearth.model import I64, U8, U32
 from kvhearth_server.core.actions import Sum, SumOne
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.removal import remove_blocks
 from kvhearth_server.core.reservations import CommitItem
 from kvhearth_server.core.slot_table import CopyState, State
@@ -34,10 +35,14 @@ from kvhearth_server.tiers.base import (
     Outcome,
     StoreBatch,
     Throttled,
+    Tier,
     gather,
 )
 from kvhearth_server.tiers.chain import demotion_region
+from kvhearth_server.tiers.remote.mover import Get
+from kvhearth_server.tiers.remote.tier import RemoteTier
 from support.core_kit import Rig
+from support.mover_double import ScriptedMover
 from support.tier_doubles import DramTier
 
 LINEAGE = "a lineage"
@@ -181,7 +186,7 @@ class FakeTier(DramTier):
 
 
 class TierRig(Rig):
-    """A core with a tier below it, and if a test wants it another one behind that."""
+    """A core with a tier below it, and if a test wants it another one behind that, and remotes."""
 
     def __init__(
         self,
@@ -191,6 +196,9 @@ class TierRig(Rig):
         queue_reads: int = 4096,
         queue_writes: int = 1024,
         behind: bool = False,
+        local: bool = True,
+        remotes: int = 0,
+        policy: PublishPolicy = PublishPolicy.REUSE,
         **options: Any,
     ) -> None:
         super().__init__(slabs, **options)
@@ -208,8 +216,15 @@ class TierRig(Rig):
         self.spoilt: set[int] = set()
         """Heads of blocks that a test has damaged."""
         self.to_sum: list[Sum] = []
-        tiers = [self.tier, self.behind] if behind else [self.tier]
-        self.tiering = Tiering(self.core, tiers, LINEAGE, self.call, lambda: self.now)
+        tiers: list[Tier] = [self.tier] if local else []
+        tiers += [self.behind] if behind else []
+        self.movers = [ScriptedMover(self.regions[:count]) for _ in range(remotes)]
+        self.remotes = [
+            RemoteTier(mover, self.regions[:count], f"r{number}", bytes(16), clock=lambda: self.now)
+            for number, mover in enumerate(self.movers)
+        ]
+        tiers += self.remotes
+        self.tiering = Tiering(self.core, tiers, LINEAGE, self.call, lambda: self.now, policy)
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the core as the engine does."""
@@ -255,7 +270,12 @@ class TierRig(Rig):
             extents = table.extents(slots, 1)
             places = zip(extents["segment"].tolist(), extents["offset"].tolist(), strict=True)
             at.update(zip(places, slots.tolist(), strict=True))
-        for each in (*self.tier.under_way, *self.behind.under_way):
+        puts = [
+            Batch(0, type(each) is Get, each)  # type: ignore[arg-type]
+            for mover in self.movers
+            for each in mover.using_slots()
+        ]
+        for each in (*self.tier.under_way, *self.behind.under_way, *puts):
             places = each.batch.places.reshape(-1)
             places = places[places["region"] < len(self.geometry.segments)]
             for place in zip(places["region"].tolist(), places["offset"].tolist(), strict=True):

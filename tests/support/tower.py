@@ -16,18 +16,21 @@ CONTRACT = Contract("m", "r", "uint8", (GroupSpec(GroupKind.FULL, 16, PAGE_BYTES
 
 class Tower:
     """Blocks of a scripted daemon: the first ``dram`` of the requested ones are in memory, the
-    others on SSD.
+    others on SSD or, with ``asking`` lookups left, at a remote that is being asked.
 
     Attributes:
         step: number of blocks promoted before each later lookup, once a lookup has requested it.
         asked: all lookups.
     """
 
-    def __init__(self, daemon: FakeDaemon, *, dram: int, step: int = 1, eta_us: int = 2000) -> None:
+    def __init__(
+        self, daemon: FakeDaemon, *, dram: int, step: int = 1, eta_us: int = 2000, asking: int = 0
+    ) -> None:
         self.daemon = daemon
         self.dram = dram
         self.step = step
         self.eta_us = eta_us
+        self.asking = asking
         self.asked: list[Any] = []
         daemon.generations[:] = np.ones(SLOTS, np.uint32).tobytes()
         daemon.segment[:] = bytes(len(daemon.segment))
@@ -38,14 +41,15 @@ class Tower:
         self.asked.append(request)
         count = len(request.groups[0].keys) // KEY_BYTES
         up = min(self.dram, count)
-        self.dram += self.step if request.prefetch else 0
+        asking, self.asking = self.asking > 0, max(0, self.asking - 1)
+        self.dram += self.step if request.prefetch and not asking else 0
         bits = np.arange(count) < up
         presence = pb.GroupPresence(
             group=0,
-            present=pack_bits(np.ones(count, np.bool_)),
+            present=pack_bits(bits if asking else np.ones(count, np.bool_)),
             ready=pack_bits(bits),
             leased=pack_bits(bits),
-            tiers=np.where(bits, 1, 2).astype(np.uint8).tobytes(),
+            tiers=np.where(bits, 1, 3 if asking else 2).astype(np.uint8).tobytes(),
             extents=extents(up).tobytes(),
         )
         return pb.LookupResponse(

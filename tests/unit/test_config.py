@@ -30,6 +30,9 @@ from kvhearth_server.config.value_types import (
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, segment_bytes_for, segments_max
 
+HERE = {"socket_dir": "/run/kvhearth"}
+"""A given socket directory: no directory is chosen by what this machine and user have."""
+
 pytestmark = pytest.mark.usefixtures("no_environment")
 
 
@@ -126,9 +129,9 @@ def test_shares_are_read_as_a_mapping_and_as_text(tmp_path: Path) -> None:
     text = Settings(tenants=tenants, tenant_shares="default=sessions:10 b=sessions:20-60,ssd:30")
     path = tmp_path / "k.yaml"
     path.write_text("tenant_shares: {default: {sessions: 10}, b: {sessions: 20-60, ssd: 30}}")
-    assert load_settings({"tenants": tenants}, path) == text
+    assert load_settings({"tenants": tenants, **HERE}, path) == text
     path.write_text(settings_yaml(text))
-    assert load_settings({}, path) == text
+    assert load_settings(HERE, path) == text
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_other_variables_are_left_alone_and_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("KVHEARTH_FAULT", "commit.after_journal:3")
     monkeypatch.setenv("KVHEARTH_MEMROY", "64GiB")
     monkeypatch.setenv("KVHEARTH_ARENA_DIR", "")
-    assert load_settings({}).arena_dir is None
+    assert load_settings(HERE).arena_dir is None
     assert unread_environment() == ["KVHEARTH_MEMROY"]
 
 
@@ -243,7 +246,7 @@ def test_a_file_that_holds_no_settings(tmp_path: Path, text: str) -> None:
 def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
     assert "cannot read --config" in refusal(tmp_path / "none.yaml")
     (tmp_path / "empty.yaml").touch()
-    assert load_settings({}, tmp_path / "empty.yaml") == Settings()
+    assert load_settings(HERE, tmp_path / "empty.yaml") == Settings()
 
 
 @pytest.mark.parametrize(

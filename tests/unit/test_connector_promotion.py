@@ -287,6 +287,31 @@ def test_promotion_is_waited_for_and_counted_by_its_source(
     half.finished(request, ([],))
 
 
+def test_a_request_waits_while_a_remote_is_asked(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+    tower = Tower(daemon, dram=1, asking=3)
+    half = make_half()
+    request = new(half)
+    assert answer(half, request) == TOKENS
+    assert len(tower.asked) > 3
+    assert all(asked.knows_remote and asked.wait_us > 0 for asked in tower.asked)
+    state = half._requests.find("a")
+    assert state is not None
+    counts = admit(half, request, TOKENS)
+    assert counts["climb_waits"] == 1
+
+
+def test_what_a_remote_is_asked_about_is_stored_if_it_is_computed(
+    daemon: FakeDaemon, make_half: MakeHalf
+) -> None:
+    Tower(daemon, dram=1, asking=1 << 30)
+    half = make_half(promotion_wait_ms=50)
+    request = new(half)
+    assert answer(half, request) == 16
+    state = half._requests.find("a")
+    assert state is not None
+    assert state.progress.present[0].tolist() == [True, False, False, False]
+
+
 def test_the_engine_counts_what_it_has_itself(daemon: FakeDaemon, make_half: MakeHalf) -> None:
     Tower(daemon, dram=4)
     half = make_half()

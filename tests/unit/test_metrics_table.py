@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 import kvhearth_server
 from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
+from kvhearth_server.engine.accesses import Curve, HitRatio
 from kvhearth_server.engine.namespace_series import NamespaceNow
 from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, ShareNow, Snapshot, SsdNow
 from kvhearth_server.observability.counters import (
@@ -37,7 +38,10 @@ from kvhearth_server.observability.timings import (
     TickClock,
     watch_lag,
 )
-from kvhearth_server.tiers.base import DirectoryFigures, Refusal, TierFigures
+from kvhearth_server.tiers.base import (
+    Refusal,
+)
+from kvhearth_server.tiers.figures import DirectoryFigures, RemoteFigures, TierFigures
 from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.disk.probe import NAMES
 from kvhearth_server.tiers.ssd.format import Doubt
@@ -74,6 +78,27 @@ def an_ssd_tier(**changes: Any) -> SsdNow:
         "io_seconds": {"read": Histogram(SECONDS_BOUNDS), "write": Histogram(SECONDS_BOUNDS)},
     }
     return SsdNow(TierFigures(**(values | changes)), 40, 41, Histogram(SECONDS_BOUNDS))
+
+
+def a_remote() -> RemoteFigures:
+    """A remote whose figures have distinct values."""
+    numbers = dict(zip(REMOTE_NUMBERS, range(50, 90), strict=False))
+    return RemoteFigures(
+        name="s3://b",
+        problem="",
+        breaker_open=False,
+        mover_up=True,
+        counts={"stored_blocks": 90, "put_keys": 91, "breaker_openings": 92},
+        seconds={"put": 93.5},
+        **numbers,
+    )
+
+
+REMOTE_NUMBERS = (
+    *("mover_restarts", "staging_bytes", "staging_free_bytes", "cache_entries"),
+    *("cache_entries_max", "asking", "reading", "writing", "cost", "round_trip_s"),
+    "read_bytes_per_s",
+)
 
 
 def a_snapshot(**changes: Any) -> Snapshot:
@@ -116,6 +141,10 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "eviction_ages": ages,
         "engines": [EngineNow("e", "t", leases=48, heartbeat_age_s=4.5)],
         "shares": [ShareNow("t", "sessions", 42, 43, 44, 45, 46)],
+        "curves": [
+            Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], [], []),
+        ],
+        "remotes": [a_remote()],
     }
     return Snapshot(**(values | changes))
 
@@ -308,6 +337,18 @@ def test_counters_of_the_ssd_tier_are_there_from_the_start() -> None:
     assert value(found, "ssd_load_blocks_total", outcome="corrupt") == 0
     assert value(found, "demotions_failed_total", reason="io") == 0
     assert value(found, "repaired_blocks_total", tier="dram") == 0
+
+
+def test_a_remotes_figures() -> None:
+    found = scraped(a_snapshot())
+    assert value(found, "remote_up", remote="s3://b") == 1
+    assert value(found, "remote_requests_total", remote="s3://b", kind="put") == 91
+    assert value(found, "remote_blocks_total", remote="s3://b", outcome="published") == 90
+    assert value(found, "remote_request_seconds_total", remote="s3://b", kind="put") == 93.5
+    assert value(found, "remote_cost_dollars_total", remote="s3://b") == 58
+    assert value(found, "remote_breaker_openings_total", remote="s3://b") == 92
+    none = scraped(a_snapshot(remotes=[]))
+    assert not [name for name, _ in none if "_remote_" in name and "gateway" not in name]
 
 
 def test_labels_are_the_tiers_own_words() -> None:

@@ -224,3 +224,29 @@ def test_events_come_between_two_turns() -> None:
         assert order == ["turn", "event"] * 4
 
     run(work)
+
+
+def test_background_work_passes_the_loop_on_while_sessions_wait() -> None:
+    async def work(turns: Turns) -> tuple[int, int]:
+        served: Counter[int] = Counter()
+        turns.watch(asyncio.get_running_loop())
+        worker = Worker(turns, 1e-3, 1, served)
+        await turns.pass_on(8)
+        busy = served.total()
+        worker.active = False
+        await cycles(4)
+        rounds = 0
+
+        def count() -> None:
+            nonlocal rounds
+            rounds += 1
+            loop.call_later(0, count)
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(0, count)
+        await turns.pass_on(8)
+        return busy, rounds
+
+    busy, idle = run(work)
+    assert busy >= 6, "each cycle serves a session"
+    assert idle <= 1, "nobody waits: one cycle is all"

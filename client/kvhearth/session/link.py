@@ -57,6 +57,8 @@ class WeightsEpoch:
         self._daemon = EPOCH_UNKNOWN
         self._boot_id = ""
         self._lineage = ""
+        self._label: str | None = ""
+        self._label_due = False
 
     @property
     def own(self) -> int:
@@ -69,15 +71,29 @@ class WeightsEpoch:
         """The daemon's last reported epoch; -1 before the first report."""
         return self._daemon
 
-    def use(self, epoch: int) -> None:
-        """Set the epoch of the engine's weights; -1 for none."""
-        with self._lock:
-            self._own = epoch
+    @property
+    def label_due(self) -> bool:
+        """Whether the daemon, after a cold start, takes this engine's weights for those of the
+        contract: ``label`` must be sent before any lookup.
+        """
+        return self._label_due
 
-    def bumped(self, boot_id: str, epoch: int) -> None:
+    @property
+    def label(self) -> str | None:
+        """Name of this engine's weights on remote tiers: "" for those of the contract, None for
+        unknown ones.
+        """
+        return self._label
+
+    def use(self, epoch: int, label: str | None = None) -> None:
+        """Set the epoch of the engine's weights, and their label; -1 for none."""
+        with self._lock:
+            self._own, self._label = epoch, label
+
+    def bumped(self, boot_id: str, epoch: int, label: str | None = None) -> None:
         """Record the daemon's bump to ``epoch``, which this engine's weights now have."""
         with self._lock:
-            self._own = epoch
+            self._own, self._label, self._label_due = epoch, label, False
             self._note(boot_id, epoch)
 
     def attached(self, boot_id: str, epoch: int, lineage: str = "") -> None:
@@ -85,6 +101,7 @@ class WeightsEpoch:
         with self._lock:
             cold = "" not in (lineage, self._lineage) and lineage != self._lineage
             if self._own is None or (cold and self._own == self._daemon):
+                self._label_due = self._own is not None and self._label != ""
                 self._own = epoch
             if boot_id != self._boot_id:
                 self._boot_id, self._daemon = boot_id, EPOCH_UNKNOWN

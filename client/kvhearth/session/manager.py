@@ -13,9 +13,9 @@ from typing import Any
 from kvhearth.counters import Counters, Report, Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.session.link import Link, WeightsEpoch, open_link
+from kvhearth.session.link import EPOCH_UNKNOWN, Link, WeightsEpoch, open_link
 from kvhearth.session.outbox import Courier, QueuedRequest
-from kvhearth.transports.base import HEARTBEAT
+from kvhearth.transports.base import BUMP_EPOCH, HEARTBEAT
 from kvhearth.url import DaemonUrl
 from kvhearth.wire.handshake import Hello
 from kvhearth.worker_thread import SupervisedThread
@@ -164,6 +164,24 @@ class SessionManager:
             self._group_complete = reply.group_complete
             self._state.notify_all()
 
+    def _tell_label(self, link: Link, epoch: int) -> None:
+        """Name this engine's weights to a daemon that lost their name in a cold start: it would
+        find blocks of the contract's first weights on remote tiers.
+
+        Raises:
+            KVHearthError: as the call.
+        """
+        label = self.epochs.label
+        request = pb.BumpEpochRequest(expected_epoch=epoch, label=label, relabel=True)
+        try:
+            self._call(link, BUMP_EPOCH, request)
+        except KVHearthError as error:
+            if error.reason is not Reason.STALE_EPOCH:
+                raise
+            self.epochs.use(EPOCH_UNKNOWN)  # another engine has named other weights
+            return
+        self.epochs.bumped(link.boot_id, epoch, label)
+
     def stop(self, timeout_s: float) -> None:
         """End the thread; the link stays open. Idempotent."""
         self._worker.stop(timeout_s)
@@ -237,6 +255,8 @@ class SessionManager:
         try:
             # The link is usable only once the decisions' socket answers too.
             self.beat(link)
+            if self.epochs.label_due and self._hello.scheduler:
+                self._tell_label(link, welcome.epoch)
         except KVHearthError as error:
             self._close(link)
             return self._attach_failed(error)

@@ -161,6 +161,11 @@ def own_counts(groups: Mapping[int, int]) -> dict[int, int]:
     return {operator.index(group): operator.index(count) for group, count in groups.items()}
 
 
+def own_extents(groups: Mapping[int, Records]) -> dict[int, Records]:
+    """Return a caller's extents as arrays."""
+    return {group: np.asarray(extents) for group, extents in groups.items()}
+
+
 def own_commits(groups: Mapping[int, CommitGroup]) -> dict[int, CommitGroup]:
     """Return a copy of a caller's commit, whose keys are read once."""
     return {

@@ -47,6 +47,8 @@ _PROMOTION_S = 2.0
 _SUSPECTS_S = 8.0
 """Time for blocks that need not be there; the required blocks have their whole time after it."""
 _KEEP_NUMBERS = 4000
+_LEFT_MAX = 6
+"""Most leases and reservations that a session leaves behind."""
 _DONE_S = 20.0
 _STORE_WAIT_S = 0.4
 Line = dict[str, Any]
@@ -150,6 +152,7 @@ class Worker:
         """Blocks of older weights that are stored again, as the same prompts return."""
         self._next = int(start["first"])
         self._stores_left = 0
+        self._left_session, self._left = "", 0
         self._going = False
         self._commands: queue.Queue[Line | None] = queue.Queue()
         self._verbs: dict[str, Callable[[Line], Line | None]] = {
@@ -209,7 +212,7 @@ class Worker:
             self._note(self._load(rng.randint(1, 24)))
         elif choice < 0.9:
             taken = engine.reserve(rng.randint(1, 6))
-            if rng.random() < 0.7:
+            if rng.random() < 0.7 or not self._may_leave():
                 engine.client.abort(
                     taken.groups, boot_id=taken.boot_id, in_doubt=rng.random() < 0.5
                 )
@@ -217,10 +220,21 @@ class Worker:
             engine.pin(self._some(4), 0.3)
         elif choice < 0.97:
             engine.client.prefetch({0: engine.keys(self._some(16))})
-        else:
+        elif self._may_leave():
             # Take a lease that only the session's end releases, and a promotion without a waiter.
             engine.client.lookup({0: engine.keys(self._some(3))}, prefetch=True)
         self._tell()
+
+    def _may_leave(self) -> bool:
+        """Return whether the session may be left with one more lease or reservation to end.
+
+        Without a bound, a long session would fill a small memory with them.
+        """
+        session = self._engine.client.session_id
+        if session != self._left_session:
+            self._left_session, self._left = session, 0
+        self._left += 1
+        return self._left <= _LEFT_MAX
 
     def _store(self) -> None:
         rng, engine = self._rng, self._engine

@@ -12,7 +12,12 @@ import grpc
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth.url import ADMIN_SOCKET, ADMIN_TOKEN_FILE
+from kvhearth.url import (
+    ADMIN_SOCKET,
+    ADMIN_TOKEN_FILE,
+    default_socket_dir,
+    find_socket_dir,
+)
 from kvhearth.wire.frames import (
     ADMIN_TOKEN_KEY,
     STATUS_DETAILS_KEY,
@@ -41,7 +46,8 @@ def directory(given: Path | None) -> Path:
     """
     if given is not None:
         return Path(os.path.abspath(given.expanduser()))
-    return load_settings({}).socket_dir
+    found = load_settings({}).socket_dir
+    return find_socket_dir() if found == default_socket_dir() else found
 
 
 class AdminClient:
@@ -122,6 +128,11 @@ class AdminClient:
     def reload_settings(self) -> admin_pb2.ReloadSettingsResponse:
         """Make the daemon read its settings again."""
         return self._ask(admin_pb2.ReloadSettingsRequest(), admin_pb2.ReloadSettingsResponse)
+
+    def record_trace(self, recording: int, *, end: bool = False) -> admin_pb2.RecordTraceResponse:
+        """Begin a recording (0), or return what it took down since the last call."""
+        request = admin_pb2.RecordTraceRequest(recording=recording, end=end)
+        return self._ask(request, admin_pb2.RecordTraceResponse)
 
     def namespace(self, name: str) -> admin_pb2.NamespaceInfo:
         """Return the namespace whose hex digest starts with ``name``.

@@ -51,6 +51,9 @@ VERBS_GROUP = "kvhearth.verbs"
 """Entry points that add a verb to the command: functions of the ``typer.Typer``."""
 LAB_VERBS = ("bench", "hostile", "torture")
 """Verbs of the distribution ``kvhearth-lab``."""
+TRACE_VERBS_GROUP = "kvhearth.trace_verbs"
+"""Entry points that add a verb to ``kvhearth trace``."""
+LAB_TRACE_VERBS = ("replay",)
 
 SERVER_EXTRA = frozenset(
     {
@@ -84,6 +87,8 @@ def build() -> typer.Typer:
         config,
         doctor,
         gateway,
+        init,
+        mrc,
         panels,
         serve,
         show,
@@ -101,6 +106,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(show.option)
+    app.command("init", epilog=init.EPILOG)(init.init)
     app.command("serve", cls=panels.PanelCommand, epilog=serve.EPILOG)(serve.serve)
     app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
     settings = typer.Typer(
@@ -119,11 +125,14 @@ def build() -> typer.Typer:
     identities.command("new", epilog=tokens.NEW_EPILOG)(tokens.new)
     identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
     app.add_typer(identities, name="token")
+    _add_traces(app)
+    _add_remotes(app)
     app.command("doctor", cls=panels.PanelCommand, epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
     app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
     app.command("top", epilog=top.TOP_EPILOG)(top.top)
     app.command("events", epilog=top.EVENTS_EPILOG)(top.events)
+    app.command("mrc", epilog=mrc.EPILOG)(mrc.mrc)
     app.command("ls", epilog=show.LS_EPILOG)(show.ls)
     app.command("sessions", epilog=show.SESSIONS_EPILOG)(show.sessions)
     app.command("leases", epilog=show.LEASES_EPILOG)(show.leases)
@@ -131,29 +140,68 @@ def build() -> typer.Typer:
     app.command("evict", epilog=admin.EVICT_EPILOG)(admin.evict)
     app.command("forget", epilog=admin.FORGET_EPILOG)(admin.forget)
     app.command("drain", epilog=admin.DRAIN_EPILOG)(admin.drain)
-    _add_verbs(app)
+    _add_verbs(app, VERBS_GROUP, LAB_VERBS)
     app.command("version", epilog=show.VERSION_EPILOG)(show.version)
     return app
 
 
-def _add_verbs(app: typer.Typer) -> None:
-    """Add the verbs of other distributions; a missing one of the lab's says what to install."""
+def _add_remotes(app: typer.Typer) -> None:
+    import typer
+
+    from kvhearth_server.cli import remote
+
+    remotes = typer.Typer(
+        help="Show or remove what a remote tier holds.",
+        epilog=remote.USAGE_EPILOG,
+        no_args_is_help=True,
+    )
+    remotes.command("usage", epilog=remote.USAGE_EPILOG)(remote.usage)
+    remotes.command("sweep", epilog=remote.SWEEP_EPILOG)(remote.sweep)
+    remotes.command("purge", epilog=remote.PURGE_EPILOG)(remote.purge)
+    app.add_typer(remotes, name="remote")
+
+
+def _add_traces(app: typer.Typer) -> None:
+    """Add ``kvhearth trace`` with its verbs."""
+    import typer
+
+    from kvhearth_server.cli import traces
+
+    group = typer.Typer(
+        help="Record what engines ask for; replay and simulate it.",
+        epilog=traces.EPILOG,
+        no_args_is_help=True,
+    )
+    group.command("record", epilog=traces.RECORD_EPILOG)(traces.record)
+    group.command("simulate", epilog=traces.SIMULATE_EPILOG)(traces.simulated)
+    _add_verbs(group, TRACE_VERBS_GROUP, LAB_TRACE_VERBS, "trace ")
+    app.add_typer(group, name="trace")
+
+
+def _add_verbs(app: typer.Typer, group: str, usual: Sequence[str], before: str = "") -> None:
+    """Add the verbs of other distributions; a missing one of the lab's says what to install.
+
+    Args:
+        group: entry points of the verbs.
+        usual: names of the lab's.
+        before: words of the command before the verbs.
+    """
     from importlib import metadata
 
-    found = {each.name: each for each in metadata.entry_points(group=VERBS_GROUP)}
-    for name in sorted({*found, *LAB_VERBS}):
+    found = {each.name: each for each in metadata.entry_points(group=group)}
+    for name in sorted({*found, *usual}):
         if name in found:
             found[name].load()(app)
         else:
-            _add_missing(app, name)
+            _add_missing(app, name, before)
 
 
-def _add_missing(app: typer.Typer, name: str) -> None:
+def _add_missing(app: typer.Typer, name: str, before: str) -> None:
     """Add a hidden verb that takes any words and says what to install."""
     from kvhearth.errors import KVHearthError, Reason
 
     def missing() -> None:
-        message = f"kvhearth {name} needs the lab: pip install 'kvhearth[lab]'"
+        message = f"kvhearth {before}{name} needs the lab: pip install 'kvhearth[lab]'"
         raise KVHearthError(Reason.CONFIG_INVALID, message)
 
     loose = {"ignore_unknown_options": True, "allow_extra_args": True}

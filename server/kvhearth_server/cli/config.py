@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,22 +37,31 @@ Sizes are written 65536, 512MiB or 64GiB; durations 0.5, 500ms, 30s or 24h.
 
 def sample_text() -> str:
     """Return a commented YAML file of all settings with their defaults."""
-    lines = [f"# {line}" for line in _HEAD.splitlines()]
+    return "\n".join(f"# {line}" for line in _HEAD.splitlines()) + "\n" + commented_settings()
+
+
+def commented_settings(without: Collection[str] = ()) -> str:
+    """Return a line for each setting with its default, in a comment, below its description."""
+    lines = list[str]()
     for name, field in Settings.model_fields.items():
+        if name in without:
+            continue
         comments = textwrap.wrap(field.description or "", _COLUMNS)
         if field.annotation is not bool:
             comments.append(f"Form: {metavar(field)}")
-        lines += ["", *(f"# {line}" for line in comments), f"#{_line(name, field, field.default)}"]
+        lines += ["", *(f"# {line}" for line in comments)]
+        lines.append(f"#{setting_line(name, field, field.default)}")
     return "\n".join(lines) + "\n"
 
 
 def settings_yaml(settings: Settings) -> str:
     """Return settings as a YAML file that yields them again (except secrets, which are masked)."""
     fields = Settings.model_fields.items()
-    return "".join(f"{_line(name, field, getattr(settings, name))}\n" for name, field in fields)
+    lines = (setting_line(name, field, getattr(settings, name)) for name, field in fields)
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _line(name: str, field: FieldInfo, value: object) -> str:
+def setting_line(name: str, field: FieldInfo, value: object) -> str:
     """Return ``name: value`` as YAML in one line, the value as people write it."""
     value = _written(field, value)
     if value is None:  # left empty, which reads as nothing

@@ -31,7 +31,9 @@ from kvhearth_server.keys_file import shown_id
 from kvhearth_server.memory.mapping import MIB, THP_FIX, Filesystem, FilesystemKind, filesystem_kind
 from kvhearth_server.memory.plan import room_of
 from kvhearth_server.preflight import arena_plan, problems
-from kvhearth_server.tier_startup import missing_keys, ssd_keys, unusable_ssd_dir
+from kvhearth_server.tier_startup import fleet_key, missing_keys, ssd_keys, unusable_ssd_dir
+from kvhearth_server.tiers.remote.lifecycle import lifecycle_rule
+from kvhearth_server.tiers.remote.url import parse_remote
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
 
@@ -358,6 +360,24 @@ def encryption(look: Look) -> Iterator[Finding]:
     yield graded(not missing, "encryption", found, fix)
 
 
+def remotes(look: Look) -> Iterator[Finding]:
+    """Check each remote by a helper process of its own: create, read, compare, delete."""
+    if not look.settings.remote:
+        return
+    try:
+        key = fleet_key(look.settings)
+    except KVHearthError:
+        return  # the settings' own check has named it
+    for number, text in enumerate(look.settings.remote, 1):
+        url = parse_remote(text)
+        problem = look.machine.remote_problem(url, key)
+        found, _, fix = problem.partition("; ") if problem else ("", "", "")
+        works = f"{url.place}: wrote, read, compared and removed a value"
+        yield graded(not problem, f"remote.{number}", found or works, fix or "see the message")
+        if url.scheme in ("s3", "gs", "az"):
+            yield Finding(f"remote.{number}.lifecycle", Grade.OK, lifecycle_rule(url))
+
+
 def gpu_driver(look: Look) -> Iterator[Finding]:
     """Check NVIDIA's driver, which engines on its GPUs need; the daemon itself needs none."""
     gpus = look.machine.devices.nvidia()
@@ -417,6 +437,7 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     kernel,
     *SSD_CHECKS,
     encryption,
+    remotes,
     gpu_driver,
     directories,
     native_module,

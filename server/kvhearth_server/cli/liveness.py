@@ -45,17 +45,23 @@ def main(words: list[str]) -> int | None:
 def _configured(path: str | None) -> str | None:
     """Return the directory that a settings file gives; None if finding it takes a YAML parser."""
     if not path:
-        return SOCKET_DIR
+        return _default()
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line for line in file.read(1 << 20).splitlines() if "socket_dir" in line]
     except (OSError, ValueError):
         return None
     if not lines:
-        return SOCKET_DIR
+        return _default()
     name, _, value = lines[0].rstrip().partition(": ")
     plain = value.replace("/", "").replace("-", "").replace("_", "").isalnum()
     return value if len(lines) == 1 and name == "socket_dir" and plain and value[0] == "/" else None
+
+
+def _default() -> str | None:
+    """Return the system's directory if it is the default of ``kvhearth.url.find_socket_dir``."""
+    ours = os.geteuid() == 0 or os.access(SOCKET_DIR, os.W_OK | os.X_OK)
+    return SOCKET_DIR if ours else None
 
 
 def _parsed(words: list[str]) -> tuple[str, float, bool] | None:

@@ -9,13 +9,17 @@ import os
 import platform
 import re
 import resource
+import select
 import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth import native
 from kvhearth_server.memory.mapping import MIB, HugePool, KernelMemory
+from kvhearth_server.tiers.remote.process import ProcessMover
+from kvhearth_server.tiers.remote.url import RemoteUrl
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, ProbeResult, probe
 
 _SECTOR_BYTES = 512
@@ -140,6 +144,7 @@ def _read(path: Path) -> str:
 _SO_PEERPIDFD = 77
 _MADV_POPULATE_WRITE = 23
 _HUGE = 2 * MIB
+_REMOTE_S = 30.0
 _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?[^>]*>=\s*([0-9.]+)")
 
 
@@ -178,6 +183,20 @@ class Machine:
         self._root = root
         self.memory = KernelMemory(root)
         self.devices = Devices(root)
+
+    def remote_problem(self, url: RemoteUrl, fleet_key: bytes) -> str:
+        """Probe a remote by a helper process; return its problem, empty for none."""
+        mover = ProcessMover(url, fleet_key, [], 2 << 20, log_level="error")
+        try:
+            end = time.monotonic() + _REMOTE_S
+            while mover.state.caps is None and mover.state.problem == mover.starting:
+                if time.monotonic() > end:
+                    return f"{url.place} does not answer in {_REMOTE_S:g} s; check the network"
+                select.select([mover.event_fd], [], [], 0.2)
+                mover.poll()
+            return mover.state.problem
+        finally:
+            mover.close()
 
     def node_pools(self) -> dict[str, HugePool]:
         """Return the pool of 2 MiB pages of each NUMA node."""
@@ -230,20 +249,27 @@ class Machine:
     def mount_of(self, folder: Path) -> Mount | None:
         """Return the file system that holds ``folder``; None where the kernel does not tell."""
         place, found = folder.resolve(), None
+        for each in self.mounts():
+            # If several are mounted on top of each other, the last one is visible.
+            if place.is_relative_to(each.point) and (found is None or each.depth >= found.depth):
+                found = each
+        return found
+
+    def mounts(self) -> list[Mount]:
+        """Return all mounted file systems, in the kernel's order; none where it does not tell."""
+        found = list[Mount]()
         try:
             lines = (self._root / "proc/self/mountinfo").read_text().splitlines()
         except (OSError, UnicodeDecodeError):
-            return None
+            return found
         for line in lines:
             fields, _, rest = line.partition(" - ")
             words, kind = fields.split(), rest.split()
             if len(words) < 6 or len(kind) < 3:
                 continue
             point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4]))
-            # If several are mounted on top of each other, the last one is visible.
-            if place.is_relative_to(point) and (found is None or len(point.parts) >= found.depth):
-                options = frozenset((*words[5].split(","), *kind[2].split(",")))
-                found = Mount(point, kind[0], options)
+            options = frozenset((*words[5].split(","), *kind[2].split(",")))
+            found.append(Mount(point, kind[0], options))
         return found
 
     def space(self, existing: Path, folder: Path) -> tuple[int, int]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from google.protobuf.message import Message
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -84,6 +85,19 @@ def console() -> Console:
 def waiting(text: str) -> AbstractContextManager[object]:
     """Show a spinner on stderr while the block runs; nothing if stderr is no terminal."""
     return Console(stderr=True).status(text)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """Show a progress bar on stderr; yields a function that takes a text and the part done."""
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("", total=1.0)
+
+        def told(text: str, done: float) -> None:
+            shown.update(task, description=text, completed=min(1.0, done))
+
+        yield told
 
 
 def table(*heads: str, right: Iterable[str] = ()) -> Table:

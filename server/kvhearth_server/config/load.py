@@ -18,6 +18,7 @@ from pydantic_settings import EnvSettingsSource
 from kvhearth import failpoints as faults
 from kvhearth import native
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.url import default_socket_dir
 from kvhearth_server.config.model import (
     ENV_PREFIX,
     RELOADABLE,
@@ -122,6 +123,9 @@ __all__ = [
 ]
 
 CONFIG_ENV = "KVHEARTH_CONFIG"
+SHARED_MEMORY = Path("/dev/shm")
+ARENA_EXTRA = 64 << 20
+"""Bytes beside the arena's memory and its journal, at most: the catalogue."""
 _PROBLEMS_MAX = 20
 _NAME_CHARS_MAX = 64
 _VALUE_CHARS_MAX = 200
@@ -169,7 +173,31 @@ def load_settings(flags: Mapping[str, object], config_path: Path | None = None) 
         more = len(problems) - _PROBLEMS_MAX
         message = problems[:_PROBLEMS_MAX] + ([f"and {more} more"] if more > 0 else [])
         raise KVHearthError(Reason.CONFIG_INVALID, one_line("; ".join(message)))
-    return settings
+    return settings if "socket_dir" in merged else _placed(settings, "arena_dir" in merged)
+
+
+def _placed(settings: Settings, arena_given: bool) -> Settings:
+    """Return the settings with the directories of a daemon that is given no socket directory.
+
+    Its arena is on /dev/shm, so that the cache outlives it. A daemon with a socket directory of its
+    own gets none unasked: two daemons of a user would meet in it.
+    """
+    values = {name: getattr(settings, name) for name in Settings.model_fields}
+    values["socket_dir"] = default_socket_dir()
+    if not arena_given and settings.hugepages != "require":
+        arena_dir = SHARED_MEMORY / f"kvhearth-{os.geteuid()}"
+        values["arena_dir"] = arena_dir if _has_room(arena_dir, settings.memory) else None
+    return Settings(**values)
+
+
+def _has_room(arena_dir: Path, memory_bytes: int) -> bool:
+    """Return whether /dev/shm has room for an arena, with what an earlier one takes there."""
+    try:
+        taken = sum(each.stat().st_blocks * 512 for each in arena_dir.glob("*"))
+        room = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return False
+    return room.f_bavail * room.f_frsize + taken >= memory_bytes + memory_bytes // 32 + ARENA_EXTRA
 
 
 def merged_settings(running: Settings, read: Settings) -> tuple[Settings, list[str], list[str]]:

@@ -13,9 +13,12 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvhearth.errors import KVHearthError
+from kvhearth.url import SYSTEM_SOCKET_DIR
 from kvhearth_server.config.value_types import (
     Address,
     OptionalSize,
+    Remotes,
     Seconds,
     Size,
     SsdDirs,
@@ -43,6 +46,7 @@ PAGE_BYTES = 4096
 MIB = 1 << 20
 SSD_SEGMENT_BYTES_LEAST = 64 << 10
 SSD_DIR_BYTES_MAX = 1 << 50
+REMOTES_MAX = 2
 SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
 
 
@@ -63,7 +67,9 @@ class Settings(BaseSettings):
     )
 
     socket_dir: Path = Field(
-        Path("/run/kvhearth"), description="Directory of the unix sockets and the admin token."
+        SYSTEM_SOCKET_DIR,
+        description="Directory of the unix sockets and the admin token. For a user who may not "
+        "write there: $XDG_RUNTIME_DIR/kvhearth.",
     )
     memory: Size = Field(
         1 << 30, gt=0, description="Memory for all tenants together, rounded down to whole slabs."
@@ -71,7 +77,8 @@ class Settings(BaseSettings):
     arena_dir: Path | None = Field(
         None,
         description="Directory on hugetlbfs or tmpfs for the arena's files; the cache then "
-        "survives a restart of the daemon. Default: anonymous memory.",
+        "survives a restart of the daemon; none: anonymous memory. Default: /dev/shm/kvhearth-UID "
+        "if socket_dir is the default too and there is room, else none.",
     )
     keep_memory: bool = Field(
         False,
@@ -219,6 +226,48 @@ class Settings(BaseSettings):
         "all",
         description="Admission policy: write every block, or only blocks stored at least twice.",
     )
+    remote: Remotes = Field(
+        (),
+        description="URL of a remote tier behind memory and SSD, shared by the daemons of a fleet: "
+        "s3://bucket/prefix?endpoint=https://host&region=r, gs://, az://, valkeys://host:6379, "
+        "mooncake://host:50051, file:///mnt/shared/kv; repeatable, two at most, asked in order "
+        "(environment: separate by spaces). Default: none.",
+    )
+    remote_write: Literal["reuse", "all", "never"] = Field(
+        "reuse",
+        description="Blocks that are published to the remotes: those that are hit a second time "
+        "with all blocks before them, all, or none.",
+    )
+    remote_staging: Size = Field(
+        256 << 20,
+        ge=1 << 20,
+        le=1 << 40,
+        description="Memory of each remote's helper process through which all bytes pass.",
+    )
+    remote_bytes_per_s: Size = Field(
+        0, ge=0, description="Limit of bytes published to a remote per second. 0: no limit."
+    )
+    remote_bytes_per_day: Size = Field(
+        0, ge=0, description="Limit of bytes published to a remote per day. 0: no limit."
+    )
+    remote_requests_per_s: int = Field(
+        0, ge=0, description="Limit of blocks published to a remote per second. 0: no limit."
+    )
+    remote_fleet_key_file: Path | None = Field(
+        None,
+        description="File with the fleet's secret, of which blocks' names at remotes are made; the "
+        "same on all hosts, for the daemon's user only (0600). Default: names that anybody can "
+        "guess.",
+    )
+    remote_put_price: float = Field(
+        0,
+        ge=0,
+        description="Price of a million writes to a remote, for the estimated cost in metrics.",
+    )
+    remote_get_price: float = Field(
+        0, ge=0, description="Price of a million reads and existence checks at a remote."
+    )
+    remote_gib_price: float = Field(0, ge=0, description="Price of a GiB read from a remote.")
     keys_file: Path | None = Field(
         None,
         description="File (YAML) of keys that encrypt blocks on SSD: TENANT: [{id: NAME, key: "
@@ -231,6 +280,13 @@ class Settings(BaseSettings):
         le=1 << 40,
         description="Bytes per second that are verified in the background, for memory and for SSD "
         "each; 0: none.",
+    )
+    curve_keys: int = Field(
+        8192,
+        ge=0,
+        le=1 << 20,
+        description="Number of keys tracked for each tenant to tell what more memory would bring "
+        "(kvhearth mrc); 300 bytes each. 0: none.",
     )
     grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
         "on",
@@ -307,8 +363,13 @@ class Settings(BaseSettings):
         """Use only the caller's values; ``load_settings`` merges the other sources by name."""
         return (init_settings,)
 
+    @field_validator("arena_dir", mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return None if value == "none" else value
+
     @field_validator(
-        *("socket_dir", "arena_dir", "read_token_file", "keys_file"),
+        *("socket_dir", "arena_dir", "read_token_file", "keys_file", "remote_fleet_key_file"),
         *("tls_cert", "tls_key", "client_ca", "tokens_file"),
     )
     @classmethod
@@ -318,6 +379,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         problems = [*self._size_problems(), *self._tenant_problems(), *self._ssd_problems()]
+        problems += self._remote_problems()
         path_bytes = len(os.fsencode(self.attach_socket))
         if path_bytes > SOCKET_PATH_BYTES_MAX:
             problems.append(
@@ -381,6 +443,26 @@ class Settings(BaseSettings):
                 f"({format_size(slab)}); give more memory or lower slab_bytes"
             ]
         return []
+
+    def _remote_problems(self) -> list[str]:
+        problems = list[str]()
+        if not self.remote:
+            return problems
+        from kvhearth_server.tiers.remote.url import parse_remote
+
+        if len(self.remote) > REMOTES_MAX:
+            problems.append(
+                f"remote: {len(self.remote)} are given; at most {REMOTES_MAX} are asked in order"
+            )
+        places = list[str]()
+        for text in self.remote:
+            try:
+                places.append(parse_remote(text).place)
+            except KVHearthError as error:
+                problems.append(error.message)
+        if len(set(places)) < len(places):
+            problems.append("remote: a remote is there twice; give each once")
+        return problems
 
     def _tenant_problems(self) -> list[str]:
         problems = []

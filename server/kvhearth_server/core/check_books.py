@@ -18,6 +18,7 @@ from kvhearth.model import I64, Bools
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.pins import Pinning
 from kvhearth_server.core.promotion import Promotions
+from kvhearth_server.core.publishing import Publishing
 from kvhearth_server.core.shares import Share
 from kvhearth_server.core.slot_table import KERNEL, State
 from kvhearth_server.core.state import CoreState
@@ -44,6 +45,7 @@ class Holders:
 
     pinning: Pinning
     writeback: Writeback
+    publishing: Publishing
     promotions: Promotions
 
 
@@ -189,7 +191,7 @@ def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
     table, segment = state.table, used.segment
     groups = [group for group in state.groups if group.segment == segment]
     leased = [group.leases.all_slots().astype(np.int64) for group in groups]
-    leased += holders.writeback.held(segment)
+    leased += holders.writeback.held(segment) + holders.publishing.held(segment)
     booked = state.ledger.segments[segment].leased_slots
     leases = sum(len(group.leases) for group in groups)
     _equal(f"segment {segment} leases", leases, state.ledger.segments[segment].leases)

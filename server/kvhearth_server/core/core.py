@@ -19,6 +19,7 @@ from kvhearth_server.core.membership import Membership
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.pins import Pinning
 from kvhearth_server.core.promotion import Promotions
+from kvhearth_server.core.publishing import Publishing
 from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.reservations import Writing
 from kvhearth_server.core.slot_table import Geometry
@@ -47,9 +48,18 @@ class Core:
         self.reading = Reading(self.state)
         self.pinning = Pinning(self.state)
         self.writeback = Writeback(self.state)
+        self.publishing = Publishing(self.state)
         self.promotions = Promotions(self.state, self.evictor)
 
-    def bump_epoch(self, session: int, expected: int, *, only_alone: bool = False) -> int:
+    def bump_epoch(
+        self,
+        session: int,
+        expected: int,
+        *,
+        only_alone: bool = False,
+        label: str | None = None,
+        relabel: bool = False,
+    ) -> int:
         """Invalidate all older blocks of the session's namespace; returns the new epoch.
 
         Takes constant time, whatever the namespace holds: old blocks are never found again and
@@ -59,6 +69,8 @@ class Core:
             session: selects the namespace.
             expected: the epoch that the caller assumes.
             only_alone: refuse if another group lives in the namespace.
+            label: name of the new weights at shared tiers; None keeps the namespace off these.
+            relabel: only set the label, and keep the epoch, of which it must be the first label.
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``namespace_shared``.
@@ -69,7 +81,10 @@ class Core:
             Reason.NAMESPACE_SHARED,
             lambda: f"{namespace.groups - 1} other engines use the namespace",
         )
-        epoch = self.state.namespaces.bump(namespace, expected)
+        if relabel:
+            epoch = self.state.namespaces.relabel(namespace, expected, label)
+        else:
+            epoch = self.state.namespaces.bump(namespace, expected, label)
         self.state.actions.append(Catalogue())
         return epoch
 
@@ -141,4 +156,4 @@ class Core:
 
     @property
     def _holders(self) -> Holders:
-        return Holders(self.pinning, self.writeback, self.promotions)
+        return Holders(self.pinning, self.writeback, self.publishing, self.promotions)

@@ -102,7 +102,7 @@ class SingleFastPath:
                 state.chains.link(before, slot)
         state.policies.insert_one(namespace.number, size, slot, key)
         self._announce(namespace, one, spec.page_bytes)
-        if checksum and state.writeback_queue.on:
+        if checksum and state.writeback_queue.follows:
             state.writeback_queue.offer(np.array([slot], np.int64))
         return True
 
@@ -172,7 +172,7 @@ class SingleFastPath:
         state = self._state
         state.policies.touch_one(head)
         self._used_at[head] = state.tick()
-        if state.writeback_queue.on:
+        if state.writeback_queue.follows:
             state.writeback_queue.used(np.array([head], np.int64))
 
     def extent(self, slot: int, length: int) -> bytes:
@@ -350,7 +350,7 @@ class PrefixFastPath:
         state = self._state
         state.policies.touch(rows)
         state.table.used_at[rows] = state.tick()
-        if state.writeback_queue.on:
+        if state.writeback_queue.follows:
             state.writeback_queue.used(numbers(rows))
 
     def _count(self, count: int, page_bytes: int, tokens: int) -> None:

@@ -153,6 +153,8 @@ class Found(NamedTuple):
     short: Reason | None
     promotion_queue: list[PromotionRequest]
     """Blocks on slower tiers that would make the hit longer."""
+    asking: bool = False
+    """Whether a shared tier is asked about keys; a later lookup may find more."""
 
 
 class MissCause(enum.StrEnum):
@@ -172,7 +174,8 @@ class _Seen:
     """One KV group's resolved keys.
 
     ``heads`` are -1 for none; ``present`` marks current blocks in memory, ``ready`` those that may
-    be served, ``lower_tier`` those on a slower tier only (None: there are none).
+    be served, ``lower_tier`` those on a slower tier only (None: there are none), ``remote`` those
+    of them that only a shared tier has, ``asking`` those that a shared tier is asked about.
     """
 
     kv_group: int
@@ -181,6 +184,8 @@ class _Seen:
     present: Bools
     ready: Bools
     lower_tier: Bools | None
+    remote: Bools | None = None
+    asking: Bools | None = None
 
 
 class Reading:
@@ -245,7 +250,9 @@ class Reading:
         state.count("asked_tokens", asked)
         state.count("hit_tokens", hit)
         count_tokens(group, namespace, asked, hit)
-        return Found(granted, hit, groups, short, self._promotion_queue(namespace, items, seen))
+        asking = any(one.asking is not None for one in seen)
+        promotion_queue = self._promotion_queue(namespace, items, seen)
+        return Found(granted, hit, groups, short, promotion_queue, asking)
 
     def _lookup_whole(
         self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
@@ -288,11 +295,14 @@ class Reading:
 
     def presence(
         self, session: int, epoch: int, items: list[KeysItem]
-    ) -> tuple[list[Presence], list[PromotionRequest]]:
-        """Report present blocks, without a lease, and those that could be promoted."""
+    ) -> tuple[list[Presence], list[PromotionRequest], bool]:
+        """Report present blocks, without a lease, those that could be promoted, and whether a
+        shared tier is asked about others.
+        """
         _, namespace, seen = self._resolve(session, epoch, items)
         groups = [self._presence(one, Need(0, 0)) for one in seen]
-        return groups, self._promotion_queue(namespace, items, seen)
+        asking = any(one.asking is not None for one in seen)
+        return groups, self._promotion_queue(namespace, items, seen), asking
 
     def touch(self, session: int, epoch: int, items: list[KeysItem]) -> int:
         """Mark blocks as used; returns the number of present ones."""
@@ -371,12 +381,12 @@ class Reading:
             present &= heads >= 0
             ready = table.state[safe] == _SUMMED
             ready &= present
-            lower_tier = None
+            one = _Seen(item.kv_group, spec, heads, present, ready, None)
             if state.lower_tier is not None and np.count_nonzero(present) < len(present):
-                lower_tier = (
-                    state.lower_tier.present(namespace, item.kv_group, item.keys) & ~present
-                )
-            seen.append(_Seen(item.kv_group, spec, heads, present, ready, lower_tier))
+                below = state.lower_tier.ask(namespace, item.kv_group, item.keys, present)
+                if below is not None:
+                    one = _Seen(item.kv_group, spec, heads, present, ready, *below)
+            seen.append(one)
         kinds = {one.kv_group for one in seen}
         require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
         return group, namespace, seen
@@ -393,8 +403,10 @@ class Reading:
             traffic.hit_keys += int(ready)
             traffic.miss_keys -= int(ready)
             if one.lower_tier is not None:
+                remote = 0 if one.remote is None else int(np.count_nonzero(one.remote))
                 below = int(np.count_nonzero(one.lower_tier))
-                count("below_keys", below)
+                count("below_keys", below - remote)
+                count("remote_keys", remote)
                 traffic.below_keys += below
                 traffic.miss_keys -= below
                 outdated = int(np.count_nonzero(one.lower_tier & (one.heads >= 0)))
@@ -477,6 +489,9 @@ class Reading:
         if one.lower_tier is not None:
             tiers[one.lower_tier] = Tier.SSD
             present = present | one.lower_tier
+        for flags in (one.remote, one.asking):
+            if flags is not None:
+                tiers[flags] = Tier.REMOTE
         return Presence(one.kv_group, present, one.ready, leased, tiers, extents)
 
     def _promotion_queue(

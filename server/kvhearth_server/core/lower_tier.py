@@ -6,21 +6,46 @@ block that still waits keeps its room, and a reservation that needs the room is 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvhearth.contract import GroupSpec
-from kvhearth.model import I64, U32, Bools
+from kvhearth.model import I64, U32, Bools, Records
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.slot_table import CopyState, SlotTable, State
+
+U64 = npt.NDArray[np.uint64]
+
+
+class Below(NamedTuple):
+    """What slower tiers have of some keys; each of shape (n,).
+
+    Attributes:
+        present: could be loaded.
+        remote: those of the present ones that only a shared tier has; None for none.
+        asking: not known yet: a shared tier is being asked; None for none.
+    """
+
+    present: Bools
+    remote: Bools | None = None
+    asking: Bools | None = None
 
 
 class LowerTier(Protocol):
     """The slower tiers, as a lookup sees them."""
+
+    def ask(
+        self, namespace: Namespace, kv_group: int, keys: Sequence[bytes], here: Bools
+    ) -> Below | None:
+        """Report which keys of a chain of the namespace's current epoch could be loaded, except
+        those that are in memory (``here``); None if no tier has any. Never waits.
+        """
 
     def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
         """Report which keys of the namespace's current epoch could be loaded, shape (n,)."""
@@ -30,7 +55,8 @@ class LowerTier(Protocol):
 class PromotionRequest:
     """Blocks on a slower tier that would lengthen a hit, root first.
 
-    ``parents`` are the preceding keys in the chain, empty for none.
+    ``parents`` are the preceding keys in the chain, empty for none; ``until``: time, in seconds,
+    from which the requester no longer waits for blocks of a shared tier.
     """
 
     namespace: Namespace
@@ -38,6 +64,7 @@ class PromotionRequest:
     spec: GroupSpec
     keys: list[bytes]
     parents: list[bytes]
+    until: float = field(default=math.inf, compare=False)
 
     def split(self, count: int) -> tuple[PromotionRequest, PromotionRequest | None]:
         """Split off the first ``count`` blocks; the second part is None if there are no more."""
@@ -45,6 +72,49 @@ class PromotionRequest:
             return self, None
         head = replace(self, keys=self.keys[:count], parents=self.parents[:count])
         return head, replace(self, keys=self.keys[count:], parents=self.parents[count:])
+
+
+@dataclass(frozen=True, eq=False)
+class BlockBatch:
+    """Blocks of one namespace, epoch and KV group that are to be written to a slower tier.
+
+    ``slots`` (n, shards); ``generations`` (n,) of the heads; ``checksums`` (n, shards) of 16 bytes;
+    ``sequences`` and ``parents`` (n,): the numbers of these commits and of the commits that they
+    continue, 0 for none; ``parent_keys``: keys of these for shared tiers, else empty.
+    """
+
+    namespace: Namespace
+    kv_group: int
+    spec: GroupSpec
+    segment: int
+    epoch: int
+    keys: list[bytes]
+    slots: I64
+    generations: U32
+    checksums: Records
+    sequences: U64
+    parents: U64
+    parent_keys: list[bytes] = field(default_factory=list)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's shards."""
+        return int(self.slots.shape[1]) * self.spec.page_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all shards."""
+        return self.slots.size * self.spec.page_bytes
+
+
+class Watcher(Protocol):
+    """Hears of the blocks that become servable or are used."""
+
+    def offered(self, heads: I64) -> None:
+        """Handle blocks that became servable."""
+
+    def used(self, heads: I64) -> None:
+        """Handle a use of blocks."""
 
 
 _SUMMED = int(State.SUMMED)
@@ -64,6 +134,8 @@ class WritebackQueue:
         self._last = 0
         self.on = False
         """Whether there is a slower tier."""
+        self.watcher: Watcher | None = None
+        """Hears of the same blocks, whether there is a slower tier or not."""
         self.closed = ""
         """Reason why offered blocks are refused at once; empty while the tier accepts some."""
         self.under_pressure = False
@@ -73,6 +145,8 @@ class WritebackQueue:
 
     def offer(self, heads: I64) -> None:
         """Queue blocks of one segment for saving, oldest first, except waiting and saved ones."""
+        if self.watcher is not None:
+            self.watcher.offered(heads)
         if not self.on:
             return
         table = self._table
@@ -96,11 +170,18 @@ class WritebackQueue:
 
     def used(self, heads: I64) -> None:
         """Offer refused blocks once more, because they were used."""
+        if self.watcher is not None:
+            self.watcher.used(heads)
         if not self.on or self.closed:
             return
         refused = heads[self._table.copy_state[heads] == CopyState.REFUSED]
         if len(refused):
             self.offer(np.unique(refused))
+
+    @property
+    def follows(self) -> bool:
+        """Whether it matters which blocks become servable or are used."""
+        return self.on or self.watcher is not None
 
     def evictable(self, head: int) -> bool:
         """Whether evicting the block loses nothing that was to be kept."""

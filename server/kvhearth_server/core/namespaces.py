@@ -39,7 +39,8 @@ class Namespace:
     """One namespace; slots and the journal refer to it by ``number``.
 
     ``tier_epoch`` counts how often its copies on slower tiers were dropped. It is part of the
-    namespace's name there, so that copies from before are never found again.
+    namespace's name there, so that copies from before are never found again. ``label`` names the
+    weights at shared tiers, "" those of the contract; None keeps the namespace off these.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Namespace:
     contract: Contract
     epoch: int = 1
     tier_epoch: int = 0
+    label: str | None = ""
     quota_bytes: int | None = None
     used_bytes: int = 0
     blocks: int = 0
@@ -55,9 +57,14 @@ class Namespace:
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @functools.cached_property
+    def contract_json(self) -> str:
+        """The contract's canonical JSON."""
+        return self.contract.to_json()
+
+    @functools.cached_property
     def contract_text(self) -> str:
         """The contract's canonical JSON as a JSON string, for the durable catalogue."""
-        return json.dumps(self.contract.to_json())
+        return json.dumps(self.contract_json)
 
 
 NUMBER_MAX = 0xFFFF
@@ -140,24 +147,51 @@ class Namespaces:
         return made
 
     def restore(
-        self, number: int, tenant: str, contract: Contract, epoch: int, tier_epoch: int = 0
+        self,
+        number: int,
+        tenant: str,
+        contract: Contract,
+        epoch: int,
+        tier_epoch: int = 0,
+        label: str | None = "",
     ) -> Namespace:
         """Restore a namespace from the durable catalogue."""
         digest = namespace_digest(tenant, contract)
         quota = self._quota_bytes
-        made = Namespace(number, digest, tenant, contract, epoch, tier_epoch, quota)
+        made = Namespace(number, digest, tenant, contract, epoch, tier_epoch, label, quota)
         self._add(made)
         return made
 
-    def bump(self, namespace: Namespace, expected: int) -> int:
-        """Raise the weights epoch if it is the expected one; returns the new one.
+    def bump(self, namespace: Namespace, expected: int, label: str | None = None) -> int:
+        """Raise the weights epoch if it is the expected one; returns the new one. ``label`` names
+        the new weights at shared tiers.
 
         Raises:
             KVHearthError: ``stale_epoch`` naming the current epoch.
         """
         check_epoch(namespace, expected)
         namespace.epoch += 1
+        namespace.label = label
         self.version += 1
+        return namespace.epoch
+
+    def relabel(self, namespace: Namespace, expected: int, label: str | None) -> int:
+        """Name the weights of the current epoch, if it is the expected one; returns it.
+
+        Raises:
+            KVHearthError: ``stale_epoch`` naming the current epoch, also if its weights have
+                another label.
+        """
+        check_epoch(namespace, expected)
+        if namespace.label != label:
+            if namespace.label:
+                raise KVHearthError(
+                    Reason.STALE_EPOCH,
+                    f"the weights of epoch {namespace.epoch} have another label; bump the epoch",
+                    epoch=str(namespace.epoch),
+                )
+            namespace.label = label
+            self.version += 1
         return namespace.epoch
 
     def drop_copies(self, namespace: Namespace) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -107,12 +107,10 @@ class Promotions:
         if not len(slots):
             return None
         fresh = fresh[: len(slots)]
-        taken = PromotionRequest(
-            request.namespace,
-            kv_group,
-            request.spec,
-            [request.keys[row] for row in fresh],
-            [request.parents[row] for row in fresh],
+        taken = replace(
+            request,
+            keys=[request.keys[row] for row in fresh],
+            parents=[request.parents[row] for row in fresh],
         )
         segment = self._state.segment_of[request.namespace.tenant]
         epochs = (request.namespace.epoch, request.namespace.tier_epoch)

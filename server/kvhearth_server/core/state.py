@@ -180,6 +180,15 @@ class CoreState:
         """Slot size of a group's shards."""
         return self.table.geometry.slot_bytes_for(spec.page_bytes)
 
+    def block_bytes(self, namespace: Namespace, kv_group: int) -> int:
+        """Memory that a block of a namespace's KV group takes.
+
+        Raises:
+            KVHearthError: ``bad_group``.
+        """
+        spec = self.spec(namespace, kv_group)
+        return spec.shards * self.slot_bytes(spec)
+
     def free_slots(self, segment: int, slots: I64) -> None:
         """Free slots that are in no books any more; the caller has bumped their generation."""
         if not len(slots):

@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
-from kvhearth.contract import GroupSpec
-from kvhearth.model import I64, U32, Bools, Records
+from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.holds import hold, hold_room, unhold
+from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import CopyState
 from kvhearth_server.core.state import CoreState, flat
-
-U64 = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True, eq=False)
-class WritebackBatch:
-    """Blocks of one namespace, epoch and KV group that are to be written.
-
-    ``slots`` (n, shards); ``generations`` (n,) of the heads; ``checksums`` (n, shards) of 16 bytes;
-    ``sequences`` and ``parents`` (n,): the numbers of these commits and of the commits that they
-    continue, 0 for none.
-    """
-
-    namespace: Namespace
-    kv_group: int
-    spec: GroupSpec
-    segment: int
-    epoch: int
-    keys: list[bytes]
-    slots: I64
-    generations: U32
-    checksums: Records
-    sequences: U64
-    parents: U64
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all shards."""
-        return self.slots.size * self.spec.page_bytes
 
 
 class Writeback:
@@ -50,7 +18,7 @@ class Writeback:
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._batches: list[WritebackBatch] = []
+        self._batches: list[BlockBatch] = []
 
     @property
     def payload_bytes(self) -> int:
@@ -61,7 +29,7 @@ class Writeback:
         """Whether blocks of a namespace are being written."""
         return any(batch.namespace is namespace for batch in self._batches)
 
-    def begin(self, slots_max: int, bytes_max: int) -> WritebackBatch | None:
+    def begin(self, slots_max: int, bytes_max: int) -> BlockBatch | None:
         """Take the longest-waiting blocks of one kind and hold them until ``resolve``.
 
         Returns None if nothing waits, or nothing more may be held now. The segments take turns: a
@@ -77,7 +45,7 @@ class Writeback:
                 return batch
         return None
 
-    def _begin(self, segment: int, slots_max: int, bytes_max: int) -> WritebackBatch | None:
+    def _begin(self, segment: int, slots_max: int, bytes_max: int) -> BlockBatch | None:
         state, table = self._state, self._state.table
         heads, generations = self._next(segment)
         if not len(heads):
@@ -104,7 +72,7 @@ class Writeback:
         table.copy_state[heads] = CopyState.WRITING
         links = table.parent[heads].astype(np.int64) - 1
         parents = np.where(links >= 0, table.sequence[np.maximum(links, 0)], np.uint64(0))
-        batch = WritebackBatch(
+        batch = BlockBatch(
             namespace,
             kv_group,
             spec,
@@ -140,14 +108,14 @@ class Writeback:
         self._state.release_epoch += int(not current.all())
         return heads[current], generations[current]
 
-    def retreat(self, batch: WritebackBatch) -> None:
+    def retreat(self, batch: BlockBatch) -> None:
         """Queue a batch again that the tier did not accept now."""
         alive = self._end(batch)
         heads = batch.slots[alive, 0]
         self._state.writeback_queue.put_back(heads, self._state.table.generation[heads].copy())
 
     def resolve(
-        self, batch: WritebackBatch, *, saved: I64, refused: I64, wrong: I64, again: I64
+        self, batch: BlockBatch, *, saved: I64, refused: I64, wrong: I64, again: I64
     ) -> int:
         """Release a batch's slots from the tier and record the outcome by row.
 
@@ -185,7 +153,7 @@ class Writeback:
         """The slots that are being written."""
         return [flat(each.slots) for each in self._batches if each.segment == segment]
 
-    def _end(self, batch: WritebackBatch) -> Bools:
+    def _end(self, batch: BlockBatch) -> Bools:
         """Release the slots; returns which blocks still live, (n,)."""
         table, heads = self._state.table, batch.slots[:, 0]
         self._batches.remove(batch)

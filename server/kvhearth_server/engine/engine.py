@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -39,7 +40,9 @@ from kvhearth_server.core.actions import (
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits, require
+from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.epoch_store import EpochStore
 from kvhearth_server.engine.recovery import (
     CatalogueWriter,
@@ -76,6 +79,7 @@ class EngineLimits:
     message_bytes_max: int
     drain_grace_s: float
     drain_grace_no_pidfd_s: float
+    remote_write: PublishPolicy = PublishPolicy.REUSE
 
 
 @dataclass(frozen=True)
@@ -157,18 +161,25 @@ class Engine:
         self.ssd_catalogue = EpochStore(
             [path for tier in tiers for path in tier.directories], counters
         )
-        self.core.state.writeback_queue.on = bool(tiers)
+        self.core.state.writeback_queue.on = any(not tier.shared for tier in tiers)
         self._written_version = -1
         self._namespace_texts = (-1, list[str]())
         """Namespaces as the catalogue has them, and their version."""
         self.catalogue = CatalogueWriter(self._prepare_catalogue)
         take_over(self)
         if tiers:
-            self.tiering = Tiering(self.core, self.tiers, self.lineage, self.call, now)
+            self.tiering = Tiering(
+                self.core, self.tiers, self.lineage, self.call, now, shell.remote_write
+            )
             self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
         self.watch = Watch(self)
         self.write_catalogue()
+
+    @cached_property
+    def accesses(self) -> Accesses:
+        """Takes down lookups and stores; for nobody unless the start sets another one."""
+        return Accesses(self)
 
     def share_index(self) -> None:
         """Write the index into memory that clients map, from now on. Logs why if that cannot be."""
@@ -256,21 +267,7 @@ class Engine:
             KVHearthError: any reason of ``Membership.join``, ``protocol_version``, ``draining``.
         """
         self.refuse_while_draining()
-        if hello.protocol != PROTOCOL_VERSION:
-            raise KVHearthError(
-                Reason.PROTOCOL_VERSION,
-                f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update one",
-            )
-        require(hello.engine_id.isprintable(), Reason.BAD_MESSAGE, "engine_id must be printable")
-        contract = Contract.from_json(hello.contract)
-        # Escapes can make the canonical form longer than the text received; a successor must be
-        # able to read it.
-        text_bytes = len(contract.to_json())
-        require(
-            text_bytes <= CONTRACT_JSON_BYTES_MAX,
-            Reason.BAD_CONTRACT,
-            f"its canonical JSON has {text_bytes} bytes, at most {CONTRACT_JSON_BYTES_MAX}",
-        )
+        contract = _contract_of(hello)
         self._previous(hello, tenant)
         number, token = self.sessions.issue()
         segment = self.core.state.segment_of[tenant]
@@ -509,3 +506,27 @@ def _record(journal: Journal, action: Action) -> None:
             journal.slab(action)
         case _:
             raise TypeError(f"no journal entry for {type(action).__name__}")
+
+
+def _contract_of(hello: Hello) -> Contract:
+    """Check a hello, and return its contract.
+
+    Raises:
+        KVHearthError: ``protocol_version``, ``bad_message``, ``bad_contract``.
+    """
+    if hello.protocol != PROTOCOL_VERSION:
+        raise KVHearthError(
+            Reason.PROTOCOL_VERSION,
+            f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update one",
+        )
+    require(hello.engine_id.isprintable(), Reason.BAD_MESSAGE, "engine_id must be printable")
+    contract = Contract.from_json(hello.contract)
+    # Escapes can make the canonical form longer than the text received; a successor must be able to
+    # read it.
+    text_bytes = len(contract.to_json())
+    require(
+        text_bytes <= CONTRACT_JSON_BYTES_MAX,
+        Reason.BAD_CONTRACT,
+        f"its canonical JSON has {text_bytes} bytes, at most {CONTRACT_JSON_BYTES_MAX}",
+    )
+    return contract

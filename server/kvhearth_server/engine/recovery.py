@@ -111,7 +111,8 @@ class CatalogueWriter:
 def namespace_texts(state: CoreState) -> list[str]:
     """Return each namespace as a JSON object; its contract, which may be long, is encoded once."""
     return [
-        f'{{"contract":{space.contract_text},"epoch":{space.epoch},"number":{space.number},'
+        f'{{"contract":{space.contract_text},"epoch":{space.epoch},'
+        f'"label":{json.dumps(space.label)},"number":{space.number},'
         f'"tenant":{json.dumps(space.tenant)},"tier_epoch":{space.tier_epoch}}}'
         for space in state.namespaces
     ]
@@ -177,6 +178,8 @@ def check_namespaces(content: dict[str, Any]) -> None:
             whole = type(entry["number"]) is int and 0 < entry["number"] <= NUMBER_MAX
             epochs = (entry["epoch"], entry.get("tier_epoch", 0))
             whole &= all(type(each) is int and 0 <= each <= _EPOCH_MAX for each in epochs)
+            label = entry.get("label")
+            whole &= label is None or isinstance(label, str)
             if not whole or not isinstance(entry["tenant"], str):
                 raise ValueError(f"namespace {entry['number']!r} is not whole")
         counts = (content["epoch_floor"], content["next_session"])
@@ -200,8 +203,11 @@ def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
         for entry in content["namespaces"]:
             if entry["tenant"] in state.segment_of:
                 contract = Contract.from_json(entry["contract"])
-                epochs = (entry["epoch"], int(entry.get("tier_epoch", 0)))
-                state.namespaces.restore(entry["number"], entry["tenant"], contract, *epochs)
+                epoch, number = entry["epoch"], entry["number"]
+                # A catalogue from before labels does not tell the weights of later epochs.
+                label = entry.get("label", "" if epoch == 1 else None)
+                dropped = int(entry.get("tier_epoch", 0))
+                state.namespaces.restore(number, entry["tenant"], contract, epoch, dropped, label)
     except (KeyError, TypeError, ValueError, KVHearthError) as error:
         raise _damaged(error) from None
 

@@ -18,11 +18,12 @@ from kvhearth_server.core.check_books import BooksError
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.shares import Share
 from kvhearth_server.core.state import require
+from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.namespace_series import OTHER, NamespaceNow
 from kvhearth_server.observability.counters import FALLBACK
 from kvhearth_server.observability.timings import CallTimings, Histogram
-from kvhearth_server.tiers.base import TierFigures
+from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 EVICTED_MAX = 128
 """Blocks of one portion; each takes some 10 microseconds."""
@@ -241,7 +242,8 @@ class SsdNow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of the daemon at one moment. ``ssd`` is None without such a tier. The five fields
+    """State of the daemon at one moment. ``ssd`` is None without such a tier; ``publishing_blocks``
+    wait to be published to ``remotes``. The five fields
     before ``shares`` are the daemon's own objects, to be read at once.
     """
 
@@ -270,6 +272,9 @@ class Snapshot:
     eviction_ages: Histogram
     shares: Sequence[ShareNow] = ()
     engines: Sequence[EngineNow] = ()
+    curves: Sequence[Curve] = ()
+    remotes: Sequence[RemoteFigures] = ()
+    publishing_blocks: int = 0
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
@@ -320,6 +325,9 @@ def take_snapshot(engine: Engine) -> Snapshot:
         eviction_ages=engine.eviction_ages,
         shares=take_shares(engine),
         engines=_engines(engine),
+        curves=engine.accesses.curves(),
+        remotes=() if engine.tiering is None else engine.tiering.tier.remote_figures(),
+        publishing_blocks=engine.core.publishing.waiting,
     )
 
 

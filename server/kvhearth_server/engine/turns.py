@@ -85,7 +85,7 @@ class Turns:
         if turn.round != (current := self.round_of(turn)):
             turn.round = current
             turn.left_s += QUANTUM_S
-        elif not self._anybody_waits():
+        elif not self.anybody_waits():
             turn.left_s = QUANTUM_S
         return turn.left_s > 0
 
@@ -94,7 +94,8 @@ class Turns:
         ring = self._rings.get(turn.tenant)
         return self._round if ring is None else ring.round
 
-    def _anybody_waits(self) -> bool:
+    def anybody_waits(self) -> bool:
+        """Return whether a session waits for time, or a descriptor of the loop is ready."""
         if self._now or self._next or self._ready is None:
             return True
         return bool(self._ready.poll(0))
@@ -111,6 +112,13 @@ class Turns:
             self._next.append(ring)
         ring.next.append(turn)
         self._schedule()
+
+    async def pass_on(self, cycles: int) -> None:
+        """Let the loop go round once, and up to ``cycles`` times while anybody waits."""
+        for _ in range(cycles):
+            await asyncio.sleep(0)
+            if not self.anybody_waits():
+                return
 
     async def next(self, turn: Turn) -> None:
         """Wait for the session's next turn, and take all of it: for a portion of a long call."""

@@ -6,8 +6,6 @@ With arguments it is ``kvhearth gateway``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import os
 import resource
 import signal
@@ -18,6 +16,7 @@ from collections import Counter
 
 from kvhearth.errors import KVHearthError
 from kvhearth.url import UnixUrl
+from kvhearth_server.child import begin, watch_parent
 from kvhearth_server.config.load import Settings
 from kvhearth_server.gateway.doors import Doors
 from kvhearth_server.gateway.listeners import Place
@@ -25,7 +24,6 @@ from kvhearth_server.gateway.reporter import Reporter
 from kvhearth_server.gateway.server import Gateway, Limits
 from kvhearth_server.observability import logs
 
-_PR_SET_PDEATHSIG = 1
 _SWITCH_S = 0.0002
 _STACK_BYTES = 512 << 10
 _DESCRIPTORS = 8192
@@ -62,7 +60,7 @@ def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> N
     with contextlib.suppress(BrokenPipeError):  # the parent died: stdin ends as well
         sys.stdout.write("serving\n")
         sys.stdout.flush()
-    threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
+    watch_parent(stopping.set)
     while not stopping.wait(0.2):
         if hung_up.is_set():
             hung_up.clear()
@@ -72,22 +70,11 @@ def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> N
     reporter.tell()
 
 
-def _watch_parent(stopping: threading.Event) -> None:
-    """Stop when the parent closes our stdin or ends."""
-    while os.read(0, 4096):
-        pass
-    stopping.set()
-
-
 def main() -> int:
     """Run a child of ``processes.GatewayProcesses``; return the exit status."""
-    # Listening sockets are inherited: a stopped or busy orphan would keep the address, and the
-    # arena, from the next parent. If the parent has died before, stdin is at its end.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):
+    message = begin()
+    if message is None:
         return 0  # the parent died
-    message = json.loads(line)
     settings = Settings(**message["settings"])
     logs.configure(settings.log_level, settings.log_format)
     logs.capture()

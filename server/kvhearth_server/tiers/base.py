@@ -10,6 +10,7 @@ rule of this module.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Bools, Records
-from kvhearth_server.observability.timings import Histogram
+from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 NAMESPACE_BYTES = 32
 KEY_BYTES_MAX = 64
@@ -42,7 +43,11 @@ class Done:
 
 
 class Refusal(enum.StrEnum):
-    """Reasons why a tier refuses blocks; for ``TOO_LARGE`` as it is configured."""
+    """Reasons why a tier refuses blocks; for ``TOO_LARGE`` as it is configured.
+
+    ``OPEN``: its breaker is open, or it is off for these blocks. ``RATE`` and ``QUOTA``: a bound
+    on requests or bytes, of a moment or of a day.
+    """
 
     QUEUE = "queue"
     ADMISSION = "admission"
@@ -52,6 +57,9 @@ class Refusal(enum.StrEnum):
     FULL = "full"
     DRAINING = "draining"
     TOO_LARGE = "too_large"
+    OPEN = "open"
+    RATE = "rate"
+    QUOTA = "quota"
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,8 @@ class Missing:
 
 @dataclass(frozen=True)
 class Corrupt:
-    """The bytes do not match their checksum. ``where``: ``source`` (a store's slot) or ``tier``.
+    """The bytes do not match their checksum. ``where``: ``source`` (a store's slot), ``tier``, or
+    ``remote`` (a shared tier).
 
     A tier forgets blocks that it finds corrupt on its own media. After a failed load the slot's
     bytes are undefined.
@@ -79,7 +88,11 @@ class Corrupt:
 
 
 class Failure(enum.StrEnum):
-    """Reasons why a device, or a caller's ``cancel``, ended a batch."""
+    """Reasons why a device, a remote service or a caller's ``cancel`` ended a batch.
+
+    ``TIMEOUT``: no answer by the deadline, or none to be expected before the caller's.
+    ``UNREACHABLE``: nobody answers. ``DENIED``: the service refuses this daemon.
+    """
 
     IO = "io"
     SHORT = "short"
@@ -87,6 +100,9 @@ class Failure(enum.StrEnum):
     READ_ONLY = "read_only"
     CANCELLED = "cancelled"
     STUCK = "stuck"
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    DENIED = "denied"
 
 
 @dataclass(frozen=True)
@@ -139,12 +155,15 @@ class LoadBatch:
         places: ``ADDRESS_DTYPE`` (n, shards): whole pages of 4 KiB that hold a shard each. They
             belong to the tier until the batch's last completion.
         is_use: whether the load shows that the blocks are in demand and worth keeping.
+        wait_s: seconds for which somebody waits for the blocks; a shared tier begins no load that
+            would take longer.
     """
 
     family: BlockSpec
     keys: list[bytes]
     places: Records
     is_use: bool = field(default=True, kw_only=True)
+    wait_s: float = field(default=math.inf, kw_only=True)
 
     def __post_init__(self) -> None:
         shape = (len(self.keys), self.family.shards)
@@ -162,11 +181,13 @@ class StoreBatch(LoadBatch):
         checksums: xxh3_128 of each shard, ``V16`` (n, shards).
         sequences: the core's commit sequence of each block, u64 (n,).
         parents: sequence of the block that each one continues, 0 for none, u64 (n,).
+        parent_keys: keys of these, empty for none; for shared tiers, other stores leave them out.
     """
 
     checksums: Records
     sequences: U64
     parents: U64
+    parent_keys: list[bytes] = field(default_factory=list, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,6 +196,8 @@ class StoreBatch(LoadBatch):
             raise ValueError(f"checksums must be V{CHECKSUM_BYTES} of shape {self.places.shape}")
         if self.sequences.shape != (len(self.keys),) or self.parents.shape != (len(self.keys),):
             raise ValueError("sequences and parents must have one number a block")
+        if self.parent_keys and len(self.parent_keys) != len(self.keys):
+            raise ValueError("parent_keys must be empty or have one key a block")
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -188,12 +211,15 @@ class Facts:
         present: blocks found with the right epoch, length and shard count, shape (n,).
         checksums: ``V16`` (n, shards).
         sequences, parents: u64 (n,), as they were stored.
+        asking: blocks of which a shared tier does not know yet whether it has them, (n,); None for
+            none.
     """
 
     present: Bools
     checksums: Records
     sequences: U64
     parents: U64
+    asking: Bools | None = None
 
     @classmethod
     def none(cls, family: BlockSpec, count: int) -> Facts:
@@ -214,11 +240,19 @@ class Completion:
         final: the slots belong to the caller again. A completion that is not final means that the
             device holds on to its rows (``Failed("stuck")``): callers should stop waiting for
             them, but must not use their slots before the final completion.
+        released: of a store: its slots belong to the caller again, although its outcomes are yet
+            to come; such a completion is not final and has no parts.
+        facts: of a load from a tier whose ``look_up`` does not know them, as they were read: rows
+            that were not loaded are zero; None where ``look_up`` tells.
+        parent_keys: then also the keys of the blocks that these continue, empty for none.
     """
 
     ticket: int
     parts: list[tuple[Outcome, I64]]
     final: bool = True
+    released: bool = False
+    facts: Facts | None = None
+    parent_keys: list[bytes] = field(default_factory=list)
 
     def rows(self, kind: type[Outcome]) -> I64:
         """Return the rows whose outcome has type ``kind``, in order."""
@@ -266,6 +300,10 @@ class Counts:
         return self.values.get(name, 0)
 
 
+REMOTE = "remote"
+"""``Kind.about`` of a shared tier's problems; their ``directory`` is the remote's name."""
+
+
 class Kind(NamedTuple):
     """Identity of a problem, which stays the same while the problem lasts, whatever its numbers
     are.
@@ -279,81 +317,6 @@ class Kind(NamedTuple):
     directory: str
     word: str
     about: str = ""
-
-
-@dataclass(frozen=True)
-class DirectoryFigures:
-    """Figures of one directory.
-
-    Attributes:
-        capacity_bytes: most bytes that it may use.
-        file_bytes: length of its segment files, which are allocated in whole.
-        segments: number of files by state.
-        findings: current problems: a word of the tier's, and a sentence.
-    """
-
-    path: str
-    capacity_bytes: int
-    file_bytes: int
-    segments: Mapping[str, int]
-    findings: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class TierFigures:
-    """Figures of a tier of files at one moment.
-
-    Attributes:
-        interface_broken: problem of the disk interface; empty for none.
-        directories: all of them; those that could not be opened have no files.
-        blocks, live_bytes: loadable blocks and their payload.
-        files_found, files_recovered: segment files at the start; those read back so far.
-        locked_files: files that requests of a dead daemon may still hold.
-        queued_reads, queued_writes: requests that wait or run.
-        running_requests: requests in the kernel.
-        read_latency_s, read_bytes_per_s: moving averages.
-        budget_left_bytes: bytes that may be written now; None without a budget.
-        counts: the tier's counters since the start, by name.
-        io_seconds: time of requests in the kernel and on the drives, by direction: read, write.
-    """
-
-    interface: str
-    interface_broken: str
-    directories: list[DirectoryFigures]
-    blocks: int
-    live_bytes: int
-    recovering: bool
-    files_found: int
-    files_recovered: int
-    locked_files: int
-    queued_reads: int
-    queued_writes: int
-    running_requests: int
-    read_latency_s: float
-    read_bytes_per_s: float
-    budget_left_bytes: int | None
-    counts: Mapping[str, int]
-    io_seconds: Mapping[str, Histogram] = field(default_factory=dict)
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Capacity of all directories together."""
-        return sum(each.capacity_bytes for each in self.directories)
-
-    @property
-    def file_bytes(self) -> int:
-        """Length of all directories' segment files."""
-        return sum(each.file_bytes for each in self.directories)
-
-    @property
-    def reasons(self) -> list[str]:
-        """All current problems, for people."""
-        message = [sentence for each in self.directories for _, sentence in each.findings]
-        return [*message, *filter(None, [self.interface_broken])]
-
-    def count(self, name: str) -> int:
-        """Return a counter of the tier; 0 where nothing was counted."""
-        return self.counts.get(name, 0)
 
 
 @dataclass(eq=False)
@@ -382,6 +345,23 @@ class TierShares:
     owner_of: Callable[[bytes, int], str]
     floors: Mapping[str, float]
     write_floors: Mapping[str, float]
+
+
+class Identity(NamedTuple):
+    """What names a namespace's blocks at a shared tier.
+
+    Attributes:
+        contract: the contract's canonical JSON.
+        label: name of the weights; empty for those of the contract.
+    """
+
+    tenant: str
+    contract: str
+    label: str
+
+
+Identify = Callable[[BlockSpec], Identity | None]
+"""Returns the identity of a family's blocks; None if a shared tier must not have them."""
 
 
 @dataclass(frozen=True)
@@ -415,6 +395,21 @@ class Tier(Protocol):
     @property
     def batch_blocks_max(self) -> int:
         """Most blocks of a batch; larger ones are a ValueError."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether other daemons use the tier, too.
+
+        A shared tier is behind all others. Blocks are published to it, not demoted: a store may be
+        refused at any time. Its contents are not listed, ``look_up`` may be wrong, a load ends at
+        its first miss, and completions bring the facts.
+        """
+        return False
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are served now; a shared tier's remote may be away for a while."""
+        return True
 
     @property
     def queue_reads(self) -> int:
@@ -458,6 +453,12 @@ class Tier(Protocol):
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """Return the facts of blocks without reading them; this does not count as a use."""
 
+    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+        """Return the facts of a chain's blocks, root first, for a lookup; never waits. A shared
+        tier begins to find out what it does not know.
+        """
+        return self.look_up(family, keys)
+
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
         """Take one short step through all stored blocks, without reading any.
 
@@ -494,6 +495,10 @@ class Tier(Protocol):
         Args:
             bytes_per_day: a new write budget, 0 for no bound; None keeps the present one.
         """
+
+    def use_identities(self, identify: Identify) -> None:
+        """Name blocks by this function from now on, if the tier is shared; it has none before."""
+        return
 
     def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
         """Return the use by tenant; empty for a tier that tenants do not share by parts."""
@@ -551,6 +556,10 @@ class Tier(Protocol):
     def figures(self) -> TierFigures | None:
         """Return the current figures of a tier of files; None for any other. Never waits."""
         return None
+
+    def remote_figures(self) -> list[RemoteFigures]:
+        """Return the current figures of each remote; none for any other tier. Never waits."""
+        return []
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """An ordered list of tiers, cheapest first, that acts as one tier (docs/adr/0017).
 
-Stores go to the first tier. A load reads each block from the first tier that has it, and falls to
-the next one where a read fails. A block that a tier drops to make room is demoted to the tier
-behind it: read into a buffer, which verifies it, and stored from there.
+Stores go to the first tier, unless it is shared: blocks are published to shared tiers, which are
+behind all others. A load reads each block from the first tier that has it, and falls to the next
+one where a read fails. A block that a tier drops to make room is demoted to the tier behind it:
+read into a buffer, which verifies it, and stored from there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ from kvhearth_server.tiers.base import (
     Evicted,
     Facts,
     Failed,
+    Identify,
     Kind,
     LoadBatch,
     Missing,
@@ -39,10 +42,10 @@ from kvhearth_server.tiers.base import (
     TenantUse,
     Throttled,
     Tier,
-    TierFigures,
     TierShares,
     gather,
 )
+from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 DEMOTION_BYTES = 32 << 20
 """Size of the buffer through which blocks are demoted; a larger block is not demoted."""
@@ -63,14 +66,19 @@ class _Load:
         facts: facts that the caller knows.
         outcomes: outcome of each row as far as is known.
         corrupt: rows that some tier had wrong bytes of.
+        read, parent_keys: facts and keys as read from shared tiers, None and empty for none.
         reading: number of tiers that read rows of it now.
+        ends_at: monotonic seconds until which somebody waits for the blocks.
     """
 
     ticket: int
     batch: LoadBatch
     facts: Facts
     outcomes: list[Outcome]
+    ends_at: float
     corrupt: set[int] = field(default_factory=set)
+    read: Facts | None = None
+    parent_keys: list[bytes] = field(default_factory=list)
     reading: int = 0
     cancelled: bool = False
 
@@ -95,7 +103,7 @@ class TierChain(Tier):
     """Several tiers as one.
 
     Args:
-        tiers: two or more, cheapest first; ``close`` closes them.
+        tiers: one or more, cheapest first, shared ones last; ``close`` closes them.
         region: number of the region of ``DEMOTION_BYTES`` through which blocks are demoted.
         is_current: tells whether a lookup could still name the blocks of a family; blocks of other
             families are not demoted.
@@ -112,6 +120,7 @@ class TierChain(Tier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers = list(tiers)
+        self._local_count = sum(not tier.shared for tier in tiers)
         self._region, self._is_current, self._clock = region, is_current, clock
         self.counts = self._tiers[0].counts
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -144,6 +153,15 @@ class TierChain(Tier):
     def queue_writes(self) -> int:
         return self._tiers[0].queue_writes
 
+    @property
+    def shared(self) -> bool:
+        return not self._local_count
+
+    @property
+    def serving(self) -> bool:
+        """Whether any shared tier answers requests now."""
+        return any(tier.serving for tier in self._tiers[self._local_count :])
+
     # -- batches -----------------------------------------------------------------------------------
 
     def submit_store(self, batch: StoreBatch) -> int | Throttled:
@@ -158,9 +176,41 @@ class TierChain(Tier):
         self._expect(0, inner, ticket, ended)
         return ticket
 
+    def publish(self, batch: StoreBatch) -> int | Throttled:
+        """Begin to store a batch in all shared tiers; see ``submit_store``. A block is ``Done`` if
+        one of them has it. Refused only if all of them refuse.
+        """
+        inner = [
+            (number, self._tiers[number].submit_store(batch))
+            for number in range(self._local_count, len(self._tiers))
+        ]
+        taken = [(number, each) for number, each in inner if not isinstance(each, Throttled)]
+        if not taken:
+            return next(each for _, each in inner if isinstance(each, Throttled))
+        ticket, left, copying = self._new_ticket(), len(taken), {each for each, _ in taken}
+        outcomes: list[Outcome] = [Missing()] * len(batch.keys)
+
+        def ended(number: int, done: Completion) -> None:
+            nonlocal left
+            left -= done.final
+            if number in copying and (done.final or done.released):
+                copying.discard(number)
+                if not copying and left:
+                    self._completions.append(Completion(ticket, [], final=False, released=True))
+            for outcome, rows in done.parts if done.final else ():
+                _note(outcomes, rows, outcome)
+            if not left:
+                self._completions.append(Completion(ticket, gather(outcomes)))
+
+        for number, each in taken:
+            self._expect(number, each, ticket, partial(ended, number))
+        return ticket
+
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
         facts = self.look_up(batch.family, batch.keys)
-        load = _Load(self._new_ticket(), batch, facts, [Missing()] * len(batch.keys))
+        ends_at = self._clock() + batch.wait_s
+        missing: list[Outcome] = [Missing()] * len(batch.keys)
+        load = _Load(self._new_ticket(), batch, facts, missing, ends_at)
         self._read(load, np.arange(len(batch.keys)), 0)
         if not load.reading:
             refused = next((each for each in load.outcomes if isinstance(each, Throttled)), None)
@@ -181,17 +231,21 @@ class TierChain(Tier):
         tier, batch = self._tiers[number], load.batch
         found = tier.look_up(batch.family, [batch.keys[row] for row in rows.tolist()])
         # The caller knows one checksum of each block, and another copy may have other bytes.
-        same = found.present & (found.checksums == load.facts.checksums[rows]).all(axis=1)
-        if number == 0:
-            same |= ~load.facts.present[rows]  # the first tier answers for what none has
+        if tier.shared:  # its checksums come with the bytes
+            same = found.present if found.asking is None else found.present | found.asking
+        else:
+            same = found.present & (found.checksums == load.facts.checksums[rows]).all(axis=1)
+            if number == 0 and self._local_count == len(self._tiers):
+                same |= ~load.facts.present[rows]  # the first tier answers for what none has
         mine = rows[same]
         if not len(mine):
             return rows
         keys = [batch.keys[row] for row in mine.tolist()]
-        part = LoadBatch(batch.family, keys, batch.places[mine], is_use=batch.is_use)
+        wait_s = load.ends_at - self._clock()
+        part = LoadBatch(batch.family, keys, batch.places[mine], is_use=batch.is_use, wait_s=wait_s)
         ticket = tier.submit_load(part)
         if isinstance(ticket, Throttled):
-            _note(load, mine, ticket)
+            _note(load.outcomes, mine, ticket)
             return rows
         load.reading += 1
         self._expect(
@@ -207,13 +261,26 @@ class TierChain(Tier):
             self._completions.append(Completion(load.ticket, parts, final=False))
             return
         load.reading -= 1
+        self._learn(load, rows, done)
         for outcome, some in done.parts:
-            _note(load, rows[some], outcome)
-            if isinstance(outcome, Corrupt):
+            _note(load.outcomes, rows[some], outcome)
+            if isinstance(outcome, Corrupt) and outcome.where != "remote":
                 load.corrupt.update(rows[some].tolist())
             if not isinstance(outcome, Done) and not load.cancelled:
                 self._read(load, rows[some], number + 1)
         self._end_if_read(load)
+
+    def _learn(self, load: _Load, rows: I64, done: Completion) -> None:
+        """Take over the facts that came with the blocks of a shared tier."""
+        if done.facts is None:
+            return
+        count = len(load.batch.keys)
+        if load.read is None:
+            load.read, load.parent_keys = Facts.none(load.batch.family, count), [b""] * count
+        for row in np.flatnonzero(done.facts.present).tolist():
+            load.read.present[rows[row]] = True
+            load.read.checksums[rows[row]] = done.facts.checksums[row]
+            load.parent_keys[rows[row]] = done.parent_keys[row] if done.parent_keys else b""
 
     def _end_if_read(self, load: _Load) -> None:
         if load.reading:
@@ -227,7 +294,11 @@ class TierChain(Tier):
             keys = [load.batch.keys[row] for row in hidden]
             family = load.batch.family
             self._evicted.append(Evicted(family.namespace, family.group, keys, "checksum"))
-        self._completions.append(Completion(load.ticket, gather(load.outcomes)))
+        self._completions.append(
+            Completion(
+                load.ticket, gather(load.outcomes), facts=load.read, parent_keys=load.parent_keys
+            )
+        )
         self._signal()
 
     def cancel(self, ticket: int) -> None:
@@ -278,7 +349,7 @@ class TierChain(Tier):
     def _demotions_of(self, upper: int, offer: Offer) -> Iterator[_Demotion]:
         """Yield the offered blocks that the next tier lacks, as many at once as fit the buffer."""
         family, tier = offer.family, self._tiers[upper]
-        if upper + 1 == len(self._tiers) or not self._is_current(family):
+        if upper + 1 >= self._local_count or not self._is_current(family):
             return
         lower = self._tiers[upper + 1]
         padded = -(-family.length // _PAGE_BYTES) * _PAGE_BYTES
@@ -388,8 +459,34 @@ class TierChain(Tier):
     # -- lookup, removal ---------------------------------------------------------------------------
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+        """Return the facts of blocks in the tiers that are not shared."""
+        return self._look_up(self._local_count, family, keys)
+
+    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+        """Return the facts of a chain's blocks in the shared tiers, which are asked in order: each
+        about what the ones before do not have.
+        """
+        if len(self._tiers) - self._local_count == 1:
+            return self._tiers[-1].ask(family, keys)
+        facts = Facts.none(family, len(keys))
+        asking = np.zeros(len(keys), np.bool_)
+        for tier in self._tiers[self._local_count :]:
+            rows = np.flatnonzero(~(facts.present | asking))
+            if not len(rows):
+                break
+            whole = len(rows) == len(keys)
+            found = tier.ask(family, keys if whole else [keys[row] for row in rows.tolist()])
+            facts.present[rows] = found.present
+            if found.asking is not None:
+                asking[rows] = found.asking
+        return Facts(facts.present, facts.checksums, facts.sequences, facts.parents, asking)
+
+    def _look_up(self, count: int, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+        """Return the facts of blocks in the first ``count`` tiers."""
+        if not count:
+            return Facts.none(family, len(keys))
         facts = self._tiers[0].look_up(family, keys)
-        for tier in self._tiers[1:]:
+        for tier in self._tiers[1:count]:
             absent = np.flatnonzero(~facts.present)
             if not len(absent):
                 break
@@ -434,6 +531,10 @@ class TierChain(Tier):
         for tier in self._tiers:
             tier.use_shares(shares, bytes_per_day)
 
+    def use_identities(self, identify: Identify) -> None:
+        for tier in self._tiers:
+            tier.use_identities(identify)
+
     def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
         return next(filter(None, (tier.tenants_use(tenants) for tier in self._tiers)), {})
 
@@ -465,13 +566,22 @@ class TierChain(Tier):
         return [path for tier in self._tiers for path in tier.directories]
 
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
+        """Estimate for the first tier; for a shared one, see ``shared_estimate_s``."""
         return self._tiers[0].estimate_s(loads, waiting)
+
+    def shared_estimate_s(self, loads: Sequence[tuple[BlockSpec, int]]) -> float:
+        """Estimate the seconds that loading from the slowest shared tier would take."""
+        shared = self._tiers[self._local_count :]
+        return max((tier.estimate_s(loads) for tier in shared), default=0.0)
 
     def problems(self) -> Mapping[Kind, str]:
         return {kind: message for tier in self._tiers for kind, message in tier.problems().items()}
 
     def figures(self) -> TierFigures | None:
         return next(filter(None, (tier.figures() for tier in self._tiers)), None)
+
+    def remote_figures(self) -> list[RemoteFigures]:
+        return [figures for tier in self._tiers for figures in tier.remote_figures()]
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -493,11 +603,11 @@ def demotion_region() -> U8:
     return np.frombuffer(mmap.mmap(-1, DEMOTION_BYTES), np.uint8)
 
 
-def _note(load: _Load, rows: I64, outcome: Outcome) -> None:
+def _note(outcomes: list[Outcome], rows: I64, outcome: Outcome) -> None:
     """Record an outcome of rows; success replaces a failure, and that replaces ``Missing``."""
     for row in rows.tolist():
-        if isinstance(outcome, Done) or isinstance(load.outcomes[row], Missing):
-            load.outcomes[row] = outcome
+        if isinstance(outcome, Done) or isinstance(outcomes[row], Missing):
+            outcomes[row] = outcome
 
 
 def _absent(tiers: Sequence[Tier], family: BlockSpec, keys: list[bytes]) -> list[bytes]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from google.protobuf.message import DecodeError
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
-from kvhearth.model import I64
+from kvhearth.model import I64, Tier
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
 from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
@@ -50,6 +52,7 @@ from kvhearth_server.transport.messages import (
 )
 from kvhearth_server.transport.reports import bumped
 
+LABEL_BYTES_MAX = 256
 EVICTED_PER_TURN_MAX = 24
 """Blocks that a reservation evicts before others have their turn: about a millisecond."""
 BOUND_PER_TURN_MAX = 64
@@ -204,6 +207,7 @@ class Dispatcher:
         items = asked_for(contract, request, caller.keys_max)
         if isinstance(items, SingleLookup):
             if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
+                engine.accesses.looked_up_one(caller.namespace, items)
                 return one
             items = keys_items(contract, request.groups, caller.keys_max)
         found = engine.call_deferred(
@@ -221,12 +225,20 @@ class Dispatcher:
         )
         if found.short is not None:
             reply.lease_short = str(found.short)
-        if found.promotion_queue:
+        if found.promotion_queue or found.asking:
+            until = math.inf if not request.wait_us else engine.now() + request.wait_us / 1e6
             reply.eta_us = self._request_promotion(
-                found.promotion_queue, caller, request.lease_id, go=request.prefetch
+                [replace(each, until=until) for each in found.promotion_queue],
+                caller,
+                request.lease_id,
+                go=request.prefetch,
+                found=found.groups,
+                asking=found.asking and request.knows_remote,
             )
+        again = request.prefetch and bool(found.promotion_queue)
+        engine.accesses.looked_up(caller.namespace, items, caller.session, again=again)
         for presence in found.groups:
-            add_presence(reply.groups, presence)
+            add_presence(reply.groups, presence, knows_remote=request.knows_remote)
         return reply
 
     def _request_promotion(
@@ -236,15 +248,19 @@ class Dispatcher:
         lease_id: int,
         *,
         go: bool,
+        found: Sequence[Presence] = (),
+        asking: bool = False,
     ) -> int:
         """Promote blocks if the caller asked for it; return the microseconds until they could be in
-        memory.
+        memory, or until a shared tier has said whether it has others (``asking``).
         """
         tiering = self._engine.tiering
-        if tiering is None or not promotion_queue:
+        if tiering is None or not (promotion_queue or asking):
             return 0
-        eta_us = tiering.eta_us(promotion_queue)  # before they wait behind themselves
-        if go and not self._engine.draining:
+        remote = bool(promotion_queue) and any((each.tiers == Tier.REMOTE).any() for each in found)
+        # Before they wait behind themselves.
+        eta_us = tiering.eta_us(promotion_queue, remote=remote, asking=asking)
+        if promotion_queue and go and not self._engine.draining:
             group = self._engine.core.state.group_of(caller.session)
             tiering.promote(promotion_queue, group.number, lease_id)
         return eta_us
@@ -326,12 +342,14 @@ class Dispatcher:
         engine, contract = self._engine, caller.contract
         one = one_commit(contract, request.groups)
         if one is not None and _commit_one(engine, request.epoch, one, caller):
+            engine.accesses.stored(caller.namespace, one.kv_group, one.key)
             reply = self._stored.get(one.kv_group)
             if reply is None:
                 reply = self._stored[one.kv_group] = ready_stored(engine.boot_id, one.kv_group)
             return reply
         few = few_commits(contract, request.groups)
         if few is not None and (stored := _commit_few(engine, request.epoch, few, caller)):
+            engine.accesses.stored(caller.namespace, few[0].kv_group, request.groups[0].keys)
             bits = np.array(stored)
             return cache_pb2.CommitResponse(
                 boot_id=engine.boot_id, stored=bitmaps([few[0].kv_group], [bits])
@@ -340,6 +358,8 @@ class Dispatcher:
         hit("commit.before")
         commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
         engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
+        for group in request.groups:
+            engine.accesses.stored(caller.namespace, group.group, group.keys)
         return self._commit_more(commit, caller) if commit.unfinished else self._committed(commit)
 
     async def _commit_more(self, commit: Commit, caller: CallContext) -> cache_pb2.CommitResponse:
@@ -414,9 +434,14 @@ class Dispatcher:
         engine.call(engine.core.reading.touch, caller.session, request.epoch, items)
         if sum(len(item.keys) for item in items) > PREFETCHED_PER_TURN_MAX:
             return self._prefetch_more(request, caller, items)
-        found, promotion_queue = engine.core.reading.presence(caller.session, request.epoch, items)
-        eta_us = self._request_promotion(promotion_queue, caller, 0, go=True)
-        return self._prefetched(found, eta_us)
+        found, promotion_queue, asking = engine.core.reading.presence(
+            caller.session, request.epoch, items
+        )
+        asking &= request.knows_remote
+        eta_us = self._request_promotion(
+            promotion_queue, caller, 0, go=True, found=found, asking=asking
+        )
+        return self._prefetched(request, found, eta_us)
 
     async def _prefetch_more(
         self, request: cache_pb2.PrefetchRequest, caller: CallContext, items: list[KeysItem]
@@ -424,20 +449,25 @@ class Dispatcher:
         """Ask for the blocks in portions, and serve others in between."""
         await self._next_turn(caller)
         reading = self._engine.core.reading
-        found, promotion_queue = reading.presence(caller.session, request.epoch, items)
-        eta_us = self._request_promotion(promotion_queue, caller, 0, go=False)
+        found, promotion_queue, asking = reading.presence(caller.session, request.epoch, items)
+        asking &= request.knows_remote
+        eta_us = self._request_promotion(
+            promotion_queue, caller, 0, go=False, found=found, asking=asking
+        )
         for asked in promotion_queue:
             rest: PromotionRequest | None = asked
             while rest is not None:
                 await self._next_turn(caller)
                 portion, rest = rest.split(PREFETCHED_PER_TURN_MAX)
                 self._request_promotion([portion], caller, 0, go=True)
-        return self._prefetched(found, eta_us)
+        return self._prefetched(request, found, eta_us)
 
-    def _prefetched(self, found: list[Presence], eta_us: int) -> cache_pb2.PrefetchResponse:
+    def _prefetched(
+        self, request: cache_pb2.PrefetchRequest, found: list[Presence], eta_us: int
+    ) -> cache_pb2.PrefetchResponse:
         reply = cache_pb2.PrefetchResponse(boot_id=self._engine.boot_id, eta_us=eta_us)
         for one in found:
-            add_presence(reply.groups, one)
+            add_presence(reply.groups, one, knows_remote=request.knows_remote)
         return reply
 
     def _pin(self, request: cache_pb2.PinRequest, caller: CallContext) -> cache_pb2.PinResponse:
@@ -482,6 +512,8 @@ class Dispatcher:
             caller.session,
             request.expected_epoch,
             only_alone=request.only_alone,
+            label=_label(request),
+            relabel=request.relabel,
         )
         if (record := engine.sessions.find(caller.session)) is not None:
             bumped(record, epoch)
@@ -497,6 +529,19 @@ class Dispatcher:
         if drives:
             await self._engine.ssd_catalogue.confirm()
         return reply
+
+
+def _label(request: cache_pb2.BumpEpochRequest) -> str | None:
+    """Return the label of the new weights; None without one.
+
+    Raises:
+        KVHearthError: ``bad_message``.
+    """
+    if not request.HasField("label"):
+        return None
+    good = len(request.label.encode()) <= LABEL_BYTES_MAX and request.label.isprintable()
+    require(good, Reason.BAD_MESSAGE, f"a label is printable, of at most {LABEL_BYTES_MAX} bytes")
+    return request.label
 
 
 def _handler_name(method: str) -> str:

@@ -23,6 +23,7 @@ from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.core.inspection import held_by_groups
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as admin_work
+from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.namespace_series import NamespaceNow
 from kvhearth_server.engine.sessions import Session as SessionRecord
@@ -199,6 +200,9 @@ class Stats:
     rates: Annotated[
         dict[str, float], Field(description="Rises of counters per second, in the last second.")
     ]
+    curves: Annotated[
+        list[Curve], Field(description="Hit ratios that other capacities would have.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -366,6 +370,7 @@ def stats(engine: Engine) -> Stats:
         engines=list(now.engines),
         recent=engine.watch.events(),
         rates=engine.watch.rates(),
+        curves=list(now.curves),
     )
 
 

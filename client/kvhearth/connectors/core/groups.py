@@ -108,11 +108,11 @@ class EngineGroups:
         return tokens if self.whole and not step_back else tokens - 1
 
     def ceiling(self, found: LookupResult, limit_tokens: int) -> int:
-        """Return the token count that would be reached if all blocks on SSD were promoted,
-        ``limit_tokens`` at most.
+        """Return the token count that would be reached if all blocks on slower tiers were
+        promoted, ``limit_tokens`` at most; those that a remote is asked about count as present.
         """
         flags = [
-            (self.specs[group], result.ready | (result.tiers == Tier.SSD))
+            (self.specs[group], result.ready | (result.tiers >= Tier.SSD))
             for group, result in found.groups.items()
         ]
         return usable_tokens(flags, limit_tokens)

@@ -247,7 +247,9 @@ class LookupQueue:
             return
         prefetch, before = lookup.prefetch, lookup.result
         keys = self._groups.keys(lookup.hashes, lookup.key_salt)
-        result = self._client.lookup(keys, lease=True, prefetch=prefetch)
+        result = self._client.lookup(
+            keys, lease=True, prefetch=prefetch, wait_s=self._wait_s(lookup)
+        )
         with self._lock:
             unwanted = lookup.cancelled or lookup.taken
             failed = before is not None and bool(result.reason)
@@ -261,6 +263,12 @@ class LookupQueue:
         elif before is not None and not failed:
             # After its successor, so that the promotions always have a requester.
             self._client.cancel(before)
+
+    def _wait_s(self, lookup: Lookup) -> float:
+        """Return the seconds for which a lookup's promotions are waited for."""
+        if lookup.pauses is None:
+            return self._promotion_s
+        return max(0.001, lookup.pauses.until - time.monotonic())
 
     def _plan(self, lookup: Lookup, result: LookupResult, *, prefetch: bool) -> None:
         """Schedule the next lookup for when the promotions may be done."""

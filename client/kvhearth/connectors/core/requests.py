@@ -425,9 +425,11 @@ class Requests:
             self._counters.add("lookup_failed")
         state.progress.key_salt = lookup.key_salt
         # Blocks left on SSD count as absent, so that the engine that recomputes them stores them in
-        # DRAM for the next request.
+        # DRAM for the next request. A remote's do in any case: they may come too late to be loaded.
         state.progress.present = {
-            group: found.present if lookup.prefetch else found.tiers == Tier.DRAM
+            group: found.present & (found.tiers != Tier.REMOTE)
+            if lookup.prefetch
+            else found.tiers == Tier.DRAM
             for group, found in result.groups.items()
         }
 

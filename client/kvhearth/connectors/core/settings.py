@@ -12,7 +12,7 @@ from kvhearth.codec import CODECS
 from kvhearth.copiers.base import VERIFY_FRACTION
 from kvhearth.copiers.methods import AUTO, CopyMethod
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.url import parse_url
+from kvhearth.url import DEFAULT_URL, parse_url
 
 URL_ENV = "KVHEARTH_URL"
 """Environment variable that supplies ``url`` if the options do not."""
@@ -38,7 +38,7 @@ class Settings:
 
     Attributes:
         PLACE: name, for error messages, of the place where the user gives the options.
-        url: the daemon's address.
+        url: the daemon's address; ``kvhearth+unix:`` for the one on this host that is found.
         lookup_wait_ms: how long a request waits for the daemon's answer before it proceeds without
             the cache.
         promotion_wait_ms: longest wait of a request for blocks being promoted from SSD, where the
@@ -68,7 +68,7 @@ class Settings:
 
     PLACE: ClassVar[str] = "options"
 
-    url: str = "kvhearth+unix:///run/kvhearth"
+    url: str = DEFAULT_URL
     lookup_wait_ms: int = between(250, 0, 60_000)
     promotion_wait_ms: int = between(5000, 0, 600_000)
     handover_wait_ms: int = between(2000, 0, 600_000)

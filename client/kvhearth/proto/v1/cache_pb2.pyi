@@ -79,11 +79,19 @@ class LookupRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
+    KNOWS_REMOTE_FIELD_NUMBER: builtins.int
+    WAIT_US_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The weights epoch that the engine runs with."""
     lease_id: builtins.int
     """Chosen by the client (random, not 0) so that it can release a lease whose answer was lost; 0 asks for none."""
     prefetch: builtins.bool
+    knows_remote: builtins.bool
+    """The client knows tier 3. Without this, such blocks are reported as tier 2 (SSD), and those that are asked about as absent."""
+    wait_us: builtins.int
+    """Microseconds for which the caller waits for blocks on slower tiers: later ones need not be loaded from a remote.
+    0: it does not say.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -93,8 +101,10 @@ class LookupRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         lease_id: builtins.int = ...,
         prefetch: builtins.bool = ...,
+        knows_remote: builtins.bool = ...,
+        wait_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "lease_id", b"lease_id", "prefetch", b"prefetch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote", "lease_id", b"lease_id", "prefetch", b"prefetch", "wait_us", b"wait_us"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -114,7 +124,7 @@ class GroupPresence(google.protobuf.message.Message):
     ready: builtins.bytes
     """In DRAM and summed: may be loaded now."""
     tiers: builtins.bytes
-    """One byte a key: 0 nowhere, 1 DRAM, 2 SSD."""
+    """One byte a key: 0 nowhere, 1 DRAM, 2 SSD, 3 a remote tier. With 3 and not present, a remote tier is being asked."""
     leased: builtins.bytes
     """Held by the lease."""
     extents: builtins.bytes
@@ -148,7 +158,9 @@ class LookupResponse(google.protobuf.message.Message):
     hit_tokens: builtins.int
     """The longest run of tokens from the start that every group can restore from DRAM."""
     eta_us: builtins.int
-    """Microseconds until blocks on slower tiers could be in DRAM; 0 when none is."""
+    """Microseconds until blocks on slower tiers could be in DRAM, or until it is known whether a remote tier has them; 0
+    when there is nothing to wait for.
+    """
     lease_short: builtins.str
     """Why less was leased than was ready (a reason of the error table), or empty."""
     @property
@@ -397,7 +409,10 @@ class PrefetchRequest(google.protobuf.message.Message):
 
     GROUPS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    KNOWS_REMOTE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
+    knows_remote: builtins.bool
+    """As in LookupRequest."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -405,8 +420,9 @@ class PrefetchRequest(google.protobuf.message.Message):
         *,
         groups: collections.abc.Iterable[kvhearth.proto.v1.types_pb2.GroupKeys] | None = ...,
         epoch: builtins.int = ...,
+        knows_remote: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote"]) -> None: ...
 
 global___PrefetchRequest = PrefetchRequest
 
@@ -551,17 +567,29 @@ class BumpEpochRequest(google.protobuf.message.Message):
 
     EXPECTED_EPOCH_FIELD_NUMBER: builtins.int
     ONLY_ALONE_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    RELABEL_FIELD_NUMBER: builtins.int
     expected_epoch: builtins.int
     """The epoch that the caller believes in; another one is refused, so two callers cannot both bump it."""
     only_alone: builtins.bool
     """Refuse if another engine's group lives in the namespace."""
+    label: builtins.str
+    """Names the new weights on remote tiers, alike for all engines that have them; at most 256 bytes. Without it the
+    namespace has no blocks there until a bump with a label.
+    """
+    relabel: builtins.bool
+    """Keep the epoch, and only give its weights the label: for an engine whose daemon lost it in a cold start."""
     def __init__(
         self,
         *,
         expected_epoch: builtins.int = ...,
         only_alone: builtins.bool = ...,
+        label: builtins.str | None = ...,
+        relabel: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expected_epoch", b"expected_epoch", "only_alone", b"only_alone"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_label", b"_label", "label", b"label"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_label", b"_label", "expected_epoch", b"expected_epoch", "label", b"label", "only_alone", b"only_alone", "relabel", b"relabel"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_label", b"_label"]) -> typing.Literal["label"] | None: ...
 
 global___BumpEpochRequest = BumpEpochRequest
 

@@ -12,21 +12,36 @@ from typing import Any
 
 import numpy as np
 
+from kvhearth.keys import PackedKeys
 from kvhearth.model import I64, Bools
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.lower_tier import PromotionRequest
+from kvhearth_server.core.lower_tier import Below, PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.shares import Share
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
+from kvhearth_server.engine.tiering.publishing import Publisher
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
+from kvhearth_server.engine.turns import Turns
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.timings import Histogram
-from kvhearth_server.tiers.base import BlockSpec, Completion, Evicted, Kind, Tier, TierShares
+from kvhearth_server.tiers.base import (
+    REMOTE,
+    BlockSpec,
+    Completion,
+    Evicted,
+    Kind,
+    Tier,
+    TierShares,
+)
 from kvhearth_server.tiers.chain import TierChain
 
 LOOK_S = 0.25
 """Shortest time between two looks, in seconds."""
+
+ASKING_ROUNDS = 2
+"""Rounds of requests that finding the end of a chain at a shared tier usually takes."""
 
 OVER_S = 5.0
 """Time after which a degradation counts as over. One that comes and goes faster is a single
@@ -72,22 +87,26 @@ class DegradedLog:
             reported = self._reported.get(kind)
             if reported is None:
                 self._reported[kind] = _Reported(now, now, reason)
-                self._log.warning("ssd.degraded", reason=reason, **_fields(kind))
+                if kind.about == REMOTE:
+                    self._log.warning("remote.degraded", reason=reason, **_fields(kind))
+                else:
+                    self._log.warning("ssd.degraded", reason=reason, **_fields(kind))
             else:
                 reported.seen, reported.reason = now, reason
         for kind, reported in list(self._reported.items()):
             if now - reported.seen >= OVER_S:
                 del self._reported[kind]
                 lasted_s = round(reported.seen - reported.began, 3)
-                self._log.info(
-                    "ssd.degradation_over",
-                    reason=reported.reason,
-                    lasted_s=lasted_s,
-                    **_fields(kind),
-                )
+                over = {"reason": reported.reason, "lasted_s": lasted_s, **_fields(kind)}
+                if kind.about == REMOTE:
+                    self._log.info("remote.degradation_over", **over)
+                else:
+                    self._log.info("ssd.degradation_over", **over)
 
 
 def _fields(kind: Kind) -> dict[str, str]:
+    if kind.about == REMOTE:
+        return {"remote": kind.directory, "kind": kind.word}
     return {"directory": kind.directory, "kind": kind.word}
 
 
@@ -96,13 +115,15 @@ class Tiering:
 
     Args:
         core: the core whose offered blocks are written and whose promotion requests are loaded.
-        tiers: one or more, cheapest first: memory's blocks are written to the first, and what a
-            tier drops is demoted to the next. Where there are several, the region behind those of
-            the arena's segments is theirs to demote through, ``chain.DEMOTION_BYTES`` long.
+        tiers: one or more, cheapest first, shared ones last: memory's blocks are written to the
+            first, unless it is shared, and what a tier drops is demoted to the next. Where several
+            are not shared, the region behind those of the arena's segments is theirs to demote
+            through, ``chain.DEMOTION_BYTES`` long. Blocks are published to shared tiers.
         lineage: ID that the epochs belong to (docs/adr/0008); blocks stored under another lineage
             are never found.
         call: makes a call of the core and applies its actions.
         now: seconds.
+        policy: blocks to publish if there is a shared tier.
     """
 
     def __init__(
@@ -112,6 +133,7 @@ class Tiering:
         lineage: str,
         call: Callable[..., Any],
         now: Callable[[], float],
+        policy: PublishPolicy = PublishPolicy.REUSE,
     ) -> None:
         self._core = core
         self._call = call
@@ -120,11 +142,19 @@ class Tiering:
         self._several = len(tiers) > 1
         self.tier: Tier = tiers[0]
         """All tiers as one."""
-        if self._several:
+        self._shared: TierChain | None = None
+        """The same if some of them are shared."""
+        if self._several or tiers[0].shared:
             region = len(core.state.table.geometry.segments)
-            self.tier = TierChain(tiers, region, self._names.is_current)
-        self._promoter = Promoter(core, self.tier, self._names, call)
+            chain = TierChain(tiers, region, self._names.is_current)
+            chain.use_identities(self._names.identify)
+            self.tier = chain
+            if tiers[-1].shared:
+                self._shared = chain
+                core.publishing.use(policy)
+        self._promoter = Promoter(core, self.tier, self._names, call, now)
         self._writeback = WritebackLoop(core, self.tier, self._names, call, now)
+        self._publisher = Publisher(core, self._shared, self._names, call, now)
         self._completions = deque[Completion]()
         self._drops = deque[Evicted]()
         self._turning = False
@@ -132,7 +162,7 @@ class Tiering:
         """Time at which even drives that only an earlier run had are certainly idle."""
         self.due = asyncio.Event()
         """Set when ``turn`` has something to do."""
-        core.state.writeback_queue.on = True
+        core.state.writeback_queue.on = not tiers[0].shared
         core.state.lower_tier = self
         self.use_shares()
 
@@ -149,15 +179,55 @@ class Tiering:
     # -- what lookups ask --------------------------------------------------------------------------
 
     def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
-        """Return which keys could be loaded; see ``core.lower_tier.LowerTier``."""
+        """Return which keys could be loaded from tiers that are not shared."""
         return self.tier.look_up(self.family(namespace, kv_group), keys).present
 
-    def eta_us(self, promotion_queue: Iterable[PromotionRequest]) -> int:
-        """Return the microseconds until all requested blocks could be in memory; 0 for none."""
+    def ask(
+        self, namespace: Namespace, kv_group: int, keys: Sequence[bytes], here: Bools
+    ) -> Below | None:
+        """Return where keys could be loaded from; see ``core.lower_tier.LowerTier``."""
+        shared = self._shared
+        if shared is not None and (namespace.label is None or not shared.serving):
+            if shared.shared:
+                return None
+            shared = None
+        family = self.family(namespace, kv_group)
+        if shared is None:
+            return Below(self.tier.look_up(family, keys).present & ~here)
+        absent = ~here
+        if not shared.shared:
+            absent &= ~self.tier.look_up(family, keys).present
+        first = int(absent.argmax())
+        if not absent[first]:
+            return Below(~here)
+        whole = bool(absent[first:].all())  # nearly always: tiers hold chains from their begin
+        rows: I64 | slice = slice(first, None) if whole else np.flatnonzero(absent)
+        found = shared.ask(family, _some(keys, rows))
+        remote = _spread(found.present, rows, len(keys))
+        asking = None if found.asking is None else _spread(found.asking, rows, len(keys))
+        present = ~(absent | here)
+        return Below(present if remote is None else present | remote, remote, asking)
+
+    def eta_us(
+        self,
+        promotion_queue: Iterable[PromotionRequest],
+        *,
+        remote: bool = False,
+        asking: bool = False,
+    ) -> int:
+        """Return the microseconds until all requested blocks could be in memory; 0 for none.
+
+        Args:
+            remote: some of them are in a shared tier only.
+            asking: a shared tier is being asked about others.
+        """
         loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
-        if not loads:
-            return 0
-        return max(1, round(self.tier.estimate_s(loads, self._promoter.records) * 1e6))
+        seconds = self.tier.estimate_s(loads, self._promoter.records) if loads else 0.0
+        if self._shared is not None and remote:
+            seconds = max(seconds, self._shared.shared_estimate_s(loads))
+        if self._shared is not None and asking:
+            seconds = max(seconds, ASKING_ROUNDS * self._shared.shared_estimate_s([]))
+        return max(1, round(seconds * 1e6)) if loads or asking else 0
 
     def family(self, namespace: Namespace, kv_group: int) -> BlockSpec:
         """Return the tier's name for the blocks of a KV group."""
@@ -245,19 +315,21 @@ class Tiering:
             self.due.set()
 
     def wake(self) -> None:
-        """Wake the loop if the last call of the core left something to write."""
-        if self._core.state.writeback_queue.waiting and not self._turning and self.pause_s() <= 0:
+        """Wake the loop if the last call of the core left something to write or to publish."""
+        waiting = self._core.state.writeback_queue.waiting or self._core.publishing.waiting
+        if waiting and not self._turning and self.pause_s() <= 0:
             self.due.set()
 
     def pause_s(self) -> float:
         """Return the seconds until a turn has something to write; infinity without an event."""
-        return self._writeback.due_at - self._now()
+        return min(self._writeback.due_at, self._publisher.due_at) - self._now()
 
     def _turn(self, end: float) -> None:
         self._completions.extend(self.tier.poll())
         while self._completions:
             completion = self._completions.popleft()
-            if not self._writeback.completed(completion):
+            mine = self._writeback.completed(completion) or self._publisher.completed(completion)
+            if not mine:
                 self._promoter.completed(completion)
             if time.perf_counter() > end:
                 return
@@ -270,6 +342,7 @@ class Tiering:
             self._call(self._core.promotions.free_orphaned_loads)
         self._promoter.begin(end)
         self._writeback.begin(end)
+        self._publisher.begin(end)
 
     def _orphaned_loads_are_over(self) -> bool:
         """Return whether no request of a dead daemon can still be under way."""
@@ -278,7 +351,7 @@ class Tiering:
     @property
     def idle(self) -> bool:
         """Whether nothing is queued and nothing is under way."""
-        return self._promoter.idle and not self._writeback.blocks
+        return self._promoter.idle and not (self._writeback.blocks or self._publisher.blocks)
 
     @property
     def writing(self) -> int:
@@ -316,12 +389,14 @@ _TURN_S = 0.001
 """Time of the loop that one turn takes. A step that has begun goes on above it: a batch's end, the
 begin of a load of ``promotion.BEGUN_AT_ONCE`` slots or of a store.
 """
+_CYCLES = 8
+"""Cycles of the loop between two turns while sessions wait, of which each serves one."""
 _PAUSE_S = 0.1
 """Longest time between two turns: only a turn notices a request that is stuck or due again."""
 _FLUSH_S = 0.01
 
 
-async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
+async def drive(tiering: Tiering, degraded: DegradedLog, turns: Turns) -> None:
     """Take turns for as long as the task lives."""
     loop = asyncio.get_running_loop()
     due, descriptor = tiering.due, tiering.tier.event_fd
@@ -336,7 +411,7 @@ async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
                 pass
             due.clear()
             tiering.turn(_TURN_S)
-            await asyncio.sleep(0)
+            await turns.pass_on(_CYCLES)
     finally:
         loop.remove_reader(descriptor)
 
@@ -346,3 +421,25 @@ async def written(tiering: Tiering) -> None:
     while tiering.writing:
         tiering.due.set()
         await asyncio.sleep(_FLUSH_S)
+
+
+def _some(keys: Sequence[bytes], rows: I64 | slice) -> Sequence[bytes]:
+    """Return some of the keys, in order."""
+    if isinstance(rows, slice):
+        if not rows.start:
+            return keys
+        if isinstance(keys, PackedKeys):
+            return PackedKeys(keys.blob[rows.start * keys.key_bytes :], keys.key_bytes)
+        return keys[rows]
+    return [keys[row] for row in rows.tolist()]
+
+
+def _spread(flags: Bools, rows: I64 | slice, count: int) -> Bools | None:
+    """Return flags of some rows as flags of all ``count``; None if none is set."""
+    if not np.count_nonzero(flags):
+        return None
+    if len(flags) == count:
+        return flags
+    spread = np.zeros(count, np.bool_)
+    spread[rows] = flags
+    return spread

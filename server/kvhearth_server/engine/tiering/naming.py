@@ -12,7 +12,7 @@ from kvhearth_server.core.actions import EventKind
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import flat
-from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec
+from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Identity
 
 _NAMES_MAX = 1 << 14
 
@@ -65,6 +65,15 @@ class BlockNaming:
             self._number_all()
             self._numbered = version
         return self.namespace(name)
+
+    def identify(self, family: BlockSpec) -> Identity | None:
+        """Return the identity of a family's blocks at shared tiers; None if they must not be there:
+        they are not current, or their weights have no label.
+        """
+        found = self.namespace(family.namespace)
+        if found is None or found.label is None or found.epoch != family.epoch:
+            return None
+        return Identity(found.tenant, found.contract_json, found.label)
 
     def is_current(self, family: BlockSpec) -> bool:
         """Whether a lookup could name blocks of a tier's family now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,7 @@ def some(request: PromotionRequest, rows: I64) -> PromotionRequest:
     """Return the given rows of a request."""
     keys = [request.keys[row] for row in rows.tolist()]
     parents = [request.parents[row] for row in rows.tolist()]
-    return PromotionRequest(request.namespace, request.kv_group, request.spec, keys, parents)
+    return replace(request, keys=keys, parents=parents)
 
 
 def _names(request: PromotionRequest) -> list[tuple[int, int, bytes]]:
@@ -143,9 +143,15 @@ class Promoter:
     """Loads from the tier; see ``Tiering`` for the arguments."""
 
     def __init__(
-        self, core: Core, tier: Tier, names: BlockNaming, call: Callable[..., Any]
+        self,
+        core: Core,
+        tier: Tier,
+        names: BlockNaming,
+        call: Callable[..., Any],
+        now: Callable[[], float],
     ) -> None:
         self._core = core
+        self._now = now
         self._tier = tier
         self._names = names
         self._call = call
@@ -268,7 +274,8 @@ class Promoter:
         keys = promotion.request.keys
         facts = self._tier.look_up(family, keys)
         places = self._names.places(promotion.slots, request.spec.page_bytes)
-        batch = LoadBatch(family, keys, places, is_use=keep)
+        wait_s = request.until - self._now()
+        batch = LoadBatch(family, keys, places, is_use=keep, wait_s=wait_s)
         ticket = self._tier.submit_load(batch)
         if isinstance(ticket, Throttled):
             if ticket.reason == Refusal.QUEUE:
@@ -308,8 +315,13 @@ class Promoter:
         state, request = self._core.state, load.promotion.request
         good = np.zeros(len(request.keys), np.bool_)
         good[completion.rows(Done)] = load.keep
+        if completion.facts is not None:
+            shared = completion.facts.present
+            load.checksums[shared] = completion.facts.checksums[shared]
         for outcome, rows in completion.parts:
             match outcome:
+                case Corrupt("remote"):
+                    self.count_wrong(len(rows), "remote")
                 case Corrupt():
                     keys = [request.keys[row] for row in rows.tolist()]
                     self.found_wrong(request.namespace, request.kv_group, keys)
@@ -319,9 +331,21 @@ class Promoter:
                     state.count("promotion_failed", len(rows), outcome.reason)
         hit("promote.loaded")
         self._call(self._core.promotions.finish, load.promotion, good, load.checksums)
+        if completion.facts is not None:
+            self._save(request, np.flatnonzero(completion.facts.present & good))
         self._look_again(load, completion)
         if load.ended is not None:
             load.ended(completion.parts)
+
+    def _save(self, request: PromotionRequest, rows: I64) -> None:
+        """Write back blocks that came from a shared tier: it may lose them at any time."""
+        queue = self._core.state.writeback_queue
+        if queue.on and len(rows):
+            keys = [request.keys[row] for row in rows.tolist()]
+            self._core.writeback.lost(request.namespace, request.kv_group, keys)
+            number = request.namespace.number
+            heads = self._core.state.index.find(number, request.kv_group, keys)
+            queue.offer(heads[heads >= 0])
 
     def _look_again(self, load: _Load, completion: Completion) -> None:
         """Handle blocks that did not arrive.
@@ -361,11 +385,11 @@ class Promoter:
             self.store_again(namespace, kv_group, keys)
             self._names.publish_removed(namespace, kv_group, keys, "checksum")
 
-    def count_wrong(self, blocks: int) -> None:
+    def count_wrong(self, blocks: int, where: str = "ssd") -> None:
         """Count and log copies in a tier that were corrupt."""
         if blocks:
-            self._core.state.count("checksum_failures", blocks, "ssd")
-            _log.error("blocks.corrupt", blocks=blocks, found_by="ssd")
+            self._core.state.count("checksum_failures", blocks, where)
+            _log.error("blocks.corrupt", blocks=blocks, found_by=where)
 
     def store_again(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> None:
         """Write back again the blocks in memory whose copies in the tier were corrupt."""

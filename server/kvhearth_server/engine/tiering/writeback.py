@@ -12,7 +12,7 @@ import numpy as np
 from kvhearth.failpoints import hit
 from kvhearth.model import I64
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.writeback import WritebackBatch
+from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import (
@@ -69,7 +69,7 @@ class WritebackLoop:
         self._names = names
         self._call = call
         self._now = now
-        self._stores: dict[int, WritebackBatch] = {}
+        self._stores: dict[int, BlockBatch] = {}
         self._progress = tier.progress
         self._waited_s, self._turn_at = 0.0, now()
         self._open_at = 0.0
@@ -155,14 +155,14 @@ class WritebackLoop:
         ):
             self._close("slow", PATIENCE_S, now)
 
-    def _portion(self, slots_max: int) -> WritebackBatch | None:
+    def _portion(self, slots_max: int) -> BlockBatch | None:
         """Return the next portion to write, or None if no more may be written now."""
         room = self._write_bytes - self._core.writeback.payload_bytes
         if room <= 0:
             return None
         most = min(slots_max, self._tier.batch_blocks_max)
         room = min(room, max(1, self._write_bytes // _PORTIONS))
-        portion: WritebackBatch | None = self._call(self._core.writeback.begin, most, room)
+        portion: BlockBatch | None = self._call(self._core.writeback.begin, most, room)
         return portion
 
     def _put_off(self, why: Throttled, now: float) -> None:
@@ -183,7 +183,7 @@ class WritebackLoop:
         if given_up:
             _log.warning("ssd.not_saved", blocks=given_up, reason=str(reason))
 
-    def _batch(self, portion: WritebackBatch) -> StoreBatch:
+    def _batch(self, portion: BlockBatch) -> StoreBatch:
         names = self._names
         return StoreBatch(
             names.family(portion.namespace, portion.kv_group, portion.epoch),
@@ -194,7 +194,7 @@ class WritebackLoop:
             portion.parents,
         )
 
-    def _stored(self, portion: WritebackBatch, completion: Completion) -> None:
+    def _stored(self, portion: BlockBatch, completion: Completion) -> None:
         state, now = self._core.state, self._now()
         again = []
         refused = []
@@ -224,7 +224,7 @@ class WritebackLoop:
         )
         self._look_again(portion)
 
-    def _look_again(self, portion: WritebackBatch) -> None:
+    def _look_again(self, portion: BlockBatch) -> None:
         """Keep as saved only the keys that the tier can find: a written block may be gone again, or
         an older block of a key may have been written after a newer one.
         """

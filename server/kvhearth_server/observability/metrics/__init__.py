@@ -12,12 +12,13 @@ from kvhearth_server.observability.metrics.cache import CACHE
 from kvhearth_server.observability.metrics.gateway import GATEWAY
 from kvhearth_server.observability.metrics.metric import Metric
 from kvhearth_server.observability.metrics.owners import OWNERS
+from kvhearth_server.observability.metrics.remote import REMOTE
 from kvhearth_server.observability.metrics.service import SERVICE
 from kvhearth_server.observability.metrics.ssd import SSD, TIERS
 
 __all__ = ["COUNTERS", "TABLE", "Metric"]
 
-TABLE: tuple[Metric, ...] = CACHE + OWNERS + TIERS + SSD + SERVICE + GATEWAY
+TABLE: tuple[Metric, ...] = CACHE + OWNERS + TIERS + SSD + REMOTE + SERVICE + GATEWAY
 
 COUNTERS: Mapping[str, Counter] = {each.name: each for row in TABLE for each in row.counters}
 """Counters by name, as the daemon counts them and ``/v1/stats`` shows them."""

@@ -23,15 +23,24 @@ def _pages(now: Snapshot) -> Samples:
 def _lookups(now: Snapshot) -> Samples:
     yield ("dram", ""), now.count("hit_keys")
     yield ("ssd", ""), now.count("below_keys")
+    yield ("remote", ""), now.count("remote_keys")
     for reason in MissCause:
         yield ("miss", reason.value), now.counts.get(("miss_keys", reason.value), 0)
+
+
+def _hit_ratios(now: Snapshot) -> Samples:
+    for curve in now.curves:
+        if curve.asked_keys:
+            for tier, ratios in (("memory", curve.memory), ("ssd", curve.ssd)):
+                for each in ratios:
+                    yield (curve.tenant, curve.namespace, tier, f"{each.factor:g}"), each.hit_ratio
 
 
 CACHE: tuple[Metric, ...] = (
     Metric(
         "kvhearth_lookup_blocks_total",
-        "Keys asked for in lookups, by where they were found: dram, ssd (there only: they have to "
-        "be loaded first); misses by reason: absent, epoch"
+        "Keys asked for in lookups, by where they were found: dram, ssd or remote (there only: "
+        "they have to be loaded first); misses by reason: absent, epoch"
         " (stored under older weights), not_summed (its checksum is still being taken). Their"
         " sum is the keys asked for.",
         "Hit ratio: the part with result dram, and what ssd adds. Many epoch misses: weights "
@@ -41,6 +50,7 @@ CACHE: tuple[Metric, ...] = (
         ("result", "reason"),
         (
             *(Counter("lookup_keys"), Counter("hit_keys"), Counter("below_keys")),
+            Counter("remote_keys"),
             Counter("miss_keys", "reason", words(MissCause)),
         ),
     ),
@@ -211,6 +221,23 @@ CACHE: tuple[Metric, ...] = (
         "Namespaces: tenants' contracts.",
         "Growth towards namespaces_max: contracts that differ by mistake.",
         one(lambda now: now.namespace_count),
+    ),
+    Metric(
+        "kvhearth_capacity_hit_ratio",
+        "Part of the keys looked up that would have been found with another capacity: factor times "
+        "the present memory (tier memory), or the present memory and factor times the present SSD "
+        "tier (tier ssd). By namespace: all, the first ones by name, and other; those of the last "
+        "hour or so. An estimate for an LRU cache from a sample of the keys.",
+        "What more memory or a larger SSD tier would bring: compare factor 2 with 1.",
+        _hit_ratios,
+        ("tenant", "namespace", "tier", "factor"),
+    ),
+    counter(
+        "kvhearth_untraced_keys_total",
+        "Keys of lookups and stores that were left out of kvhearth_capacity_hit_ratio, because "
+        "following them would have taken too much time or memory.",
+        "Whether the curve still tells the truth.",
+        "untraced_keys",
     ),
     counter(
         "kvhearth_evictions_total",

@@ -240,7 +240,7 @@ SERVICE: tuple[Metric, ...] = (
         "Alert: any one means damaged memory or a writer that is not ours.",
         "checksum_failures",
         "source",
-        usual={"adoption", "demotion", "reader", "scrub", "ssd"},
+        usual={"adoption", "demotion", "publishing", "reader", "remote", "scrub", "ssd"},
         unit="blocks",
     ),
     counter(
@@ -277,9 +277,9 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("admin_door", "attach", "attach_connection", "catalogue", "garbage", "gateway"),
-            *("grpc_door", "http_accept", "keeper", "pins", "recovery", "reload", "scrub"),
-            *("lag", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
+            *("accesses", "admin_door", "attach", "attach_connection", "catalogue", "garbage"),
+            *("gateway", "grpc_door", "http_accept", "keeper", "pins", "recovery", "reload"),
+            *("lag", "scrub", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
         },
     ),
     Metric(

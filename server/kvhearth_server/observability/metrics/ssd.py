@@ -14,7 +14,10 @@ from kvhearth_server.observability.metrics.metric import (
     of_ssd,
     words,
 )
-from kvhearth_server.tiers.base import DirectoryFigures, Refusal, TierFigures
+from kvhearth_server.tiers.base import (
+    Refusal,
+)
+from kvhearth_server.tiers.figures import DirectoryFigures, TierFigures
 
 INTERFACES = ("io_uring", "libaio", "threads")
 PROBLEMS = (
@@ -29,7 +32,7 @@ _DROPPED = (
 _STORES = {"stored": "stored_blocks", "present": "stores_present", "corrupt": "corrupt_sources"}
 _LOADS = {"loaded": "loaded_blocks", "corrupt": "corrupt_blocks"}
 _REFUSED = {
-    "store": words(Refusal),
+    "store": words(Refusal) - {"open", "quota", "rate"},  # these are a remote's
     "load": ("degraded", "draining", "queue"),
 }
 _TROUBLE = (
@@ -370,7 +373,10 @@ _BETWEEN: tuple[Metric, ...] = (
         "Hits that became misses.",
         "promotion_failed",
         "reason",
-        usual={"cancelled", "degraded", "io", "missing", "no_room", "queue", "short", "stuck"},
+        usual={
+            *("cancelled", "degraded", "denied", "io", "missing", "no_room", "open", "queue"),
+            *("short", "stuck", "timeout", "unreachable"),
+        },
         unit="blocks",
     ),
     counter(

@@ -64,7 +64,7 @@ class Get(Exists):
 
 @dataclass(frozen=True)
 class Put(Get):
-    """Blocks to publish; their slots must not change until the final answer.
+    """Blocks to publish; their slots must not change before the answer that is ``copied`` or final.
 
     Attributes:
         checksums: xxh3_128 of each shard, ``V16`` (n, shards).
@@ -84,6 +84,8 @@ class Answer:
         outcomes: one for each key.
         final: the slots belong to the caller again. An answer that is not final tells outcomes at
             the deadline, while the mover may still write to the slots.
+        copied: of a ``Put``: its slots belong to the caller again, since the bytes are in staging;
+            such an answer has no outcomes, and another one follows.
         checksums: of a ``Get``: as read from the records, ``V16`` (n, shards), zero where not
             ``Done``; otherwise None.
         parents: of a ``Get``: keys of the blocks that these continue, empty for none; otherwise
@@ -93,6 +95,7 @@ class Answer:
     ticket: int
     outcomes: list[Outcome]
     final: bool = True
+    copied: bool = False
     checksums: Records | None = None
     parents: list[bytes] = field(default_factory=list)
 
@@ -109,6 +112,7 @@ class MoverState:
         restarts: helper processes that were started again, since the daemon's start.
         staging_bytes, staging_free_bytes: size of the staging memory, and what of it is free.
         counts: counters by name; they only rise.
+        alone: whether no helper of an earlier daemon can write to the arena any more.
     """
 
     up: bool
@@ -118,6 +122,7 @@ class MoverState:
     staging_bytes: int
     staging_free_bytes: int
     counts: Mapping[str, int]
+    alone: bool = True
 
 
 class Mover(Protocol):
@@ -145,7 +150,7 @@ class Mover(Protocol):
         """The present condition."""
 
     def drain(self, deadline_s: float) -> bool:
-        """Stop taking requests and wait until nothing is in flight; false if that takes too long."""
+        """Take no requests any more and wait for those in flight; false if that takes too long."""
 
     def close(self) -> None:
         """End the helper and release all resources."""

@@ -20,7 +20,6 @@ from kvhearth_server.tiers.base import (
     BlockSpec,
     Completion,
     Counts,
-    DirectoryFigures,
     Done,
     Evicted,
     Facts,
@@ -35,10 +34,10 @@ from kvhearth_server.tiers.base import (
     TenantUse,
     Throttled,
     Tier,
-    TierFigures,
     TierShares,
     check_places,
 )
+from kvhearth_server.tiers.figures import DirectoryFigures, TierFigures
 from kvhearth_server.tiers.ssd.assembly import Environment, build
 from kvhearth_server.tiers.ssd.directory import INTERFACE, UNUSABLE, Directory, SegmentState
 from kvhearth_server.tiers.ssd.disk.executor import Job

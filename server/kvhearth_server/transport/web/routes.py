@@ -463,7 +463,7 @@ def readiness(engine: Engine) -> dict[str, bool]:
 def _state_lines(engine: Engine) -> list[str]:
     gateway = engine.describe_gateway
     lines = [] if gateway is None else [f"[i]{gateway()}"]
-    return [*memory_lines(engine), *ssd_lines(engine), *lines]
+    return [*memory_lines(engine), *ssd_lines(engine), *remote_lines(engine), *lines]
 
 
 def memory_lines(engine: Engine) -> list[str]:
@@ -489,6 +489,23 @@ def ssd_lines(engine: Engine) -> list[str]:
     if tier.recovering:
         lines.append(f"[i]ssd: {tier.files_recovered} of {tier.files_found} files are read back")
     return [*lines, *(f"[!]ssd: {reason}" for reason in tier.reasons)]
+
+
+def remote_lines(engine: Engine) -> list[str]:
+    """Return the state of the remote tiers and their problems, with which the daemon still
+    serves.
+    """
+    lines = list[str]()
+    for now in take_snapshot(engine).remotes:
+        state = "degraded" if now.problem else "healthy"
+        breaker = "open" if now.breaker_open else "closed"
+        lines.append(
+            f"[i]remote {now.name}: {state}, {now.count('stored_blocks')} blocks published, "
+            f"{now.count('loaded_blocks')} loaded, breaker {breaker}"
+        )
+        if now.problem:
+            lines.append(f"[!]{now.problem}")
+    return lines
 
 
 API_VERSION = "1"

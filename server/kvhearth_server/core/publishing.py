@@ -1,0 +1,273 @@
+"""Publishing of blocks to shared tiers: which ones, in which order, and the holds on their slots.
+
+Best effort: a block that waits here can be evicted at any time. Only blocks that are being copied
+are held, as by a reader.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+
+import numpy as np
+
+from kvhearth.model import I64, U32, Bools
+from kvhearth_server.core.holds import hold, hold_room, unhold
+from kvhearth_server.core.lower_tier import BlockBatch
+from kvhearth_server.core.removal import Cause, remove_blocks
+from kvhearth_server.core.slot_table import State
+from kvhearth_server.core.state import CoreState, flat
+
+QUEUED_BLOCKS_MAX = 1 << 16
+"""Upper bound on waiting blocks; further ones are skipped until they are used again."""
+HELD_FRACTION_MAX = 0.0625
+"""Upper bound on bytes being published, as a fraction of the smallest segment."""
+
+
+class PublishPolicy(enum.StrEnum):
+    """Blocks that are published: those that are used a second time with all blocks before them,
+    all, or none.
+    """
+
+    REUSE = "reuse"
+    ALL = "all"
+    NEVER = "never"
+
+
+class Publishing:
+    """Blocks that wait to be published, and those that are being published.
+
+    Watches a core's blocks through its ``WritebackQueue`` if the policy publishes any.
+
+    Args:
+        policy: blocks to publish; ``use`` changes it.
+    """
+
+    def __init__(self, state: CoreState, policy: PublishPolicy = PublishPolicy.NEVER) -> None:
+        self._state = state
+        self._queue: deque[tuple[I64, U32]] = deque()
+        self._batches: list[BlockBatch] = []
+        # The generation, plus one, under which a block was used last and queued last.
+        self._used = self._queued = np.zeros(0, np.uint32)
+        self.waiting = 0
+        """Number of blocks in the queue."""
+        self.use(policy)
+
+    def use(self, policy: PublishPolicy) -> None:
+        """Publish by this policy from now on."""
+        self._policy = policy
+        queue, count = self._state.writeback_queue, len(self._state.table.generation)
+        queue.watcher = None if policy is PublishPolicy.NEVER else self
+        if queue.watcher is not None and len(self._used) < count:
+            self._used, self._queued = np.zeros((2, count), np.uint32)
+
+    # -- the queue ---------------------------------------------------------------------------------
+
+    def offered(self, heads: I64) -> None:
+        """Handle blocks that became servable."""
+        if self._policy is PublishPolicy.ALL:
+            self._add(heads)
+
+    def used(self, heads: I64) -> None:
+        """Handle a use of blocks."""
+        marks = self._state.table.generation[heads] + np.uint32(1)
+        if self._policy is PublishPolicy.REUSE:
+            again = self._used[heads] == marks
+            if np.count_nonzero(again) < len(again):
+                self._used[heads] = marks
+                heads, marks = heads[again], marks[again]
+        new = self._queued[heads] != marks
+        if np.count_nonzero(new):
+            self._add(heads[new])
+
+    def _add(self, heads: I64) -> None:
+        """Queue blocks that are not queued, with those before them in their chains."""
+        table = self._state.table
+        heads = np.unique(heads)
+        self._queued[heads] = self._marks(heads)
+        before = self._ancestors(heads)
+        if len(before):
+            self._queued[before] = self._marks(before)
+            heads = np.concatenate([before, heads])
+        heads = heads[np.argsort(table.sequence[heads], kind="stable")]
+        room = QUEUED_BLOCKS_MAX - self.waiting
+        if len(heads) > room:
+            self._skip(heads[room:], "queue")
+            heads = heads[:room]
+        if len(heads):
+            self._queue.append((heads, table.generation[heads].copy()))
+            self.waiting += len(heads)
+
+    def _ancestors(self, heads: I64) -> I64:
+        """Return the blocks before these in their chains that are not queued."""
+        found = list[int]()
+        for head in heads[self._lacks_parent(heads)].tolist():
+            parent = self._parent(head)
+            while parent >= 0 and self._is_new(parent):
+                self._queued[parent] = self._marks(np.array([parent]))[0]
+                found.append(parent)
+                parent = self._parent(parent)
+        return np.array(found, np.int64)
+
+    def _parent(self, head: int) -> int:
+        return int(self._state.table.parent.item(head)) - 1
+
+    def _is_new(self, head: int) -> bool:
+        return bool(self._queued[head] != self._marks(np.array([head]))[0])
+
+    def _lacks_parent(self, heads: I64) -> Bools:
+        """Return which blocks have a parent in memory that is neither queued nor published."""
+        links = self._state.table.parent[heads].astype(np.int64) - 1
+        parents = np.maximum(links, 0)
+        lacks: Bools = (links >= 0) & (self._queued[parents] != self._marks(parents))
+        return lacks
+
+    def _marks(self, heads: I64) -> U32:
+        marks: U32 = self._state.table.generation[heads] + np.uint32(1)
+        return marks
+
+    def _skip(self, heads: I64, why: str) -> None:
+        """Leave out blocks; they are queued again when they are used."""
+        self._queued[heads] = 0
+        self._state.count("publish_skipped", len(heads), why)
+
+    def skip_waiting(self, why: str) -> None:
+        """Leave out all blocks that wait."""
+        while self._queue:
+            heads, generations = self._queue.popleft()
+            self._skip(heads[self._state.table.generation[heads] == generations], why)
+        self.waiting = 0
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes being published."""
+        return sum(batch.payload_bytes for batch in self._batches)
+
+    def begin(self, blocks_max: int, bytes_max: int) -> BlockBatch | None:
+        """Take the longest-waiting blocks of one kind and hold them until ``resolve``; None if
+        none may be taken now.
+        """
+        while self._queue:
+            heads, generations = self._queue.popleft()
+            self.waiting -= len(heads)
+            heads = self._fit(heads, generations)
+            if len(heads):
+                return self._begin(heads, blocks_max, bytes_max)
+        return None
+
+    def _fit(self, heads: I64, generations: U32) -> I64:
+        """Return the blocks that are still there, current, and wanted at a shared tier."""
+        table, namespaces = self._state.table, self._state.namespaces
+        live = (table.generation[heads] == generations) & (table.state[heads] == State.SUMMED)
+        heads = heads[live]
+        for number in np.unique(table.namespace[heads]).tolist():
+            space = namespaces.get(number)
+            mine = table.namespace[heads] == number
+            # Without a label it stays marked, and is not looked at again.
+            heads = heads[~mine | ((table.epoch[heads] == space.epoch) & (space.label is not None))]
+        orphans = self._lacks_parent(heads)
+        if orphans.any():
+            self._skip(heads[orphans], "parent")
+            heads = heads[~orphans]
+        return heads
+
+    def _begin(self, heads: I64, blocks_max: int, bytes_max: int) -> BlockBatch | None:
+        state, table = self._state, self._state.table
+        kinds = table.namespace[heads].astype(np.int64) << 8 | table.group[heads]
+        alike = kinds == kinds[0]
+        count = len(heads) if alike.all() else int(alike.argmin())
+        namespace = state.namespaces.get(int(table.namespace[heads[0]]))
+        kv_group = int(table.group[heads[0]])
+        spec, segment = namespace.contract.groups[kv_group], state.segment_of[namespace.tenant]
+        block = state.slot_bytes(spec) * spec.shards
+        room = max(bytes_max - self.payload_bytes, 0 if self._batches else block)
+        leases = state.limits.leased_slots_max - state.ledger.segments[segment].leased_slots
+        room = min(room, hold_room(state, segment))
+        count = max(0, min(count, blocks_max, room // block, leases // spec.shards))
+        self._put_back(heads[count:])
+        if not count:
+            return None
+        heads = heads[:count]
+        slots = table.all_shards(heads, spec.shards)
+        hold(state, segment, flat(slots))
+        batch = BlockBatch(
+            namespace,
+            kv_group,
+            spec,
+            segment,
+            namespace.epoch,
+            state.index.keys(heads),
+            slots,
+            table.generation[heads].copy(),
+            table.checksum[slots],
+            table.sequence[heads],
+            np.zeros(count, np.uint64),
+            self._parent_keys(heads),
+        )
+        self._batches.append(batch)
+        return batch
+
+    def _put_back(self, heads: I64) -> None:
+        if len(heads):
+            self._queue.appendleft((heads, self._state.table.generation[heads].copy()))
+            self.waiting += len(heads)
+
+    def _parent_keys(self, heads: I64) -> list[bytes]:
+        links = self._state.table.parent[heads].astype(np.int64) - 1
+        names = iter(self._state.index.keys(links[links >= 0]))
+        return [next(names) if link >= 0 else b"" for link in links.tolist()]
+
+    def retreat(self, batch: BlockBatch) -> None:
+        """Queue a batch again that no tier took now."""
+        heads = self._end(batch)
+        self._put_back(heads)
+
+    def skip(self, batch: BlockBatch, why: str, *, for_good: bool = False) -> None:
+        """Leave out a batch that no tier took, and everything behind it in its chains.
+
+        Args:
+            for_good: do not offer it again.
+        """
+        heads = self._end(batch)
+        if for_good:
+            self._state.count("publish_skipped", len(heads), why)
+        else:
+            self._skip(heads, why)
+
+    def resolve(self, batch: BlockBatch, published: I64, wrong: I64) -> None:
+        """Release a batch's slots and record the outcome by row: ``published``, or ``wrong``: the
+        bytes in memory do not match their checksum, and the block is removed. Others failed and
+        are queued again when they are used.
+        """
+        state, heads = self._state, batch.slots[:, 0]
+        alive = state.table.generation[heads] == batch.generations
+        self._end(batch)
+        failed = np.ones(len(heads), np.bool_)
+        failed[published] = failed[wrong] = False
+        self._queued[heads[failed & alive]] = 0
+        bad = heads[wrong][alive[wrong]]
+        if len(bad):
+            state.count("checksum_failures", len(bad), "publishing")
+            remove_blocks(state, bad, Cause.CHECKSUM)
+        state.count("published_blocks", len(published))
+        state.count("published_bytes", len(published) * batch.block_bytes)
+
+    def release(self, batch: BlockBatch) -> None:
+        """Release a batch's slots: its bytes were copied."""
+        if batch in self._batches:
+            self._batches.remove(batch)
+            unhold(self._state, batch.segment, flat(batch.slots))
+
+    def _end(self, batch: BlockBatch) -> I64:
+        """Release a batch's slots unless they are; return the blocks that still live."""
+        heads = batch.slots[:, 0]
+        alive = self._state.table.generation[heads] == batch.generations
+        self.release(batch)
+        live: I64 = heads[alive]
+        return live
+
+    def held(self, segment: int) -> list[I64]:
+        """The slots that are being published."""
+        return [flat(each.slots) for each in self._batches if each.segment == segment]

@@ -1,0 +1,131 @@
+"""Publishes blocks of memory to the shared tiers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvhearth_server.core.core import Core
+from kvhearth_server.core.lower_tier import BlockBatch
+from kvhearth_server.core.publishing import HELD_FRACTION_MAX
+from kvhearth_server.engine.tiering.naming import BlockNaming
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.tiers.base import (
+    Completion,
+    Corrupt,
+    Done,
+    Failed,
+    Refusal,
+    StoreBatch,
+    Throttled,
+)
+from kvhearth_server.tiers.chain import TierChain
+
+BATCH_BLOCKS_MAX = 32
+BATCHES_MAX = 4
+"""Most batches under way at once."""
+_HELD_BYTES_MAX = 256 << 20
+_PAUSE_MIN_S, _PAUSE_HELD_S, _PAUSE_MAX_S = 0.005, 0.1, 1.0
+_WAIT = frozenset({Refusal.OPEN, Refusal.RATE, Refusal.RECOVERING})
+"""Reasons for refusing a batch that wait in the queue; for other ones blocks are skipped."""
+_log = get_logger("kvhearth.remote")
+
+
+class Publisher:
+    """Stores to shared tiers; see ``Tiering`` for the arguments. ``chain`` is None without any."""
+
+    def __init__(
+        self,
+        core: Core,
+        chain: TierChain | None,
+        names: BlockNaming,
+        call: Callable[..., Any],
+        now: Callable[[], float],
+    ) -> None:
+        self._core, self._chain, self._names = core, chain, names
+        self._call, self._now = call, now
+        self._stores: dict[int, BlockBatch] = {}
+        self._again_at = 0.0
+        self._stalled = False
+        self._too_large_told = False
+        geometry = core.state.table.geometry
+        smallest = min(geometry.segment_bytes(i) for i in range(len(geometry.segments)))
+        self._bytes_max = min(_HELD_BYTES_MAX, int(smallest * HELD_FRACTION_MAX))
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that are being published."""
+        return sum(len(batch.keys) for batch in self._stores.values())
+
+    @property
+    def due_at(self) -> float:
+        """Time at which a turn has something to publish; infinity if that takes another event."""
+        idle = self._chain is None or not self._core.publishing.waiting
+        full = self._stalled or len(self._stores) >= BATCHES_MAX
+        return math.inf if idle or full else self._again_at
+
+    def begin(self, end: float = math.inf) -> None:
+        """Publish waiting blocks until the time ``end``, as far as the tiers accept them."""
+        publishing, now = self._core.publishing, self._now()
+        while publishing.waiting and now >= self._again_at and len(self._stores) < BATCHES_MAX:
+            batch = self._call(publishing.begin, BATCH_BLOCKS_MAX, self._bytes_max)
+            if batch is None:  # no more may be held, until a batch or a reader lets go
+                self._stalled, self._again_at = bool(self._stores), now + _PAUSE_HELD_S
+                break
+            assert self._chain is not None
+            ticket = self._chain.publish(self._batch(batch))
+            if isinstance(ticket, Throttled):
+                self._refused(batch, ticket, now)
+            else:
+                self._stores[ticket] = batch
+            if time.perf_counter() > end:
+                break
+
+    def _refused(self, batch: BlockBatch, why: Throttled, now: float) -> None:
+        publishing = self._core.publishing
+        if why.reason in _WAIT:
+            self._again_at = now + min(max(why.retry_after_s, _PAUSE_MIN_S), _PAUSE_MAX_S)
+            self._call(publishing.retreat, batch)
+            return
+        for_good = why.reason == Refusal.TOO_LARGE
+        if for_good and not self._too_large_told:
+            self._too_large_told = True
+            _log.warning(
+                "remote.too_large",
+                block_bytes=batch.block_bytes,
+                message="the remote takes no values of this size: these blocks are not published",
+            )
+        self._call(publishing.skip, batch, str(why.reason), for_good=for_good)
+
+    def _batch(self, batch: BlockBatch) -> StoreBatch:
+        names = self._names
+        return StoreBatch(
+            names.family(batch.namespace, batch.kv_group, batch.epoch),
+            batch.keys,
+            names.places(batch.slots, batch.spec.page_bytes),
+            batch.checksums,
+            batch.sequences,
+            batch.parents,
+            parent_keys=batch.parent_keys,
+        )
+
+    def completed(self, completion: Completion) -> bool:
+        """Handle the completion of a store; return False if it belongs to none."""
+        batch = self._stores.get(completion.ticket)
+        if batch is None:
+            return False
+        if self._stalled:
+            self._stalled, self._again_at = False, 0.0
+        if completion.released:
+            self._call(self._core.publishing.release, batch)
+        elif completion.final:
+            del self._stores[completion.ticket]
+            state = self._core.state
+            for outcome, rows in completion.parts:
+                if isinstance(outcome, Failed | Throttled):
+                    state.count("publish_failed", len(rows), outcome.reason)
+            published, wrong = completion.rows(Done), completion.rows(Corrupt)
+            self._call(self._core.publishing.resolve, batch, published, wrong)
+        return True

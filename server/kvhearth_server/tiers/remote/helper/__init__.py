@@ -1,0 +1,1 @@
+"""A mover's helper process, the only one that loads a remote's client library."""

@@ -1,0 +1,86 @@
+"""``python -m kvhearth_server.tiers.remote.helper``: the helper process of one remote."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import sys
+
+from kvhearth_server.child import begin
+from kvhearth_server.observability import logs
+from kvhearth_server.tiers.remote.frames import encode
+from kvhearth_server.tiers.remote.helper.drivers.base import Driver, Refused
+from kvhearth_server.tiers.remote.helper.memory import Memory
+from kvhearth_server.tiers.remote.helper.service import Service
+from kvhearth_server.tiers.remote.url import RemoteUrl, parse_remote
+
+_SWITCH_S = 0.0005
+_SERVERS = ("valkey", "valkeys", "mooncake")
+
+
+def open_driver(url: RemoteUrl) -> Driver:
+    """Open the remote that a URL names, by the library of its scheme.
+
+    Raises:
+        Refused: its library is not installed, or it cannot be opened as the URL says.
+    """
+    try:
+        if url.scheme in ("valkey", "valkeys"):
+            from kvhearth_server.tiers.remote.helper.drivers.valkey import ValkeyDriver
+
+            return ValkeyDriver(url)
+        if url.scheme == "mooncake":
+            from kvhearth_server.tiers.remote.helper.drivers.mooncake import MooncakeDriver
+
+            return MooncakeDriver(url)
+        from kvhearth_server.tiers.remote.helper.drivers.objects import ObjectDriver
+
+        return ObjectDriver(url)
+    except ImportError as error:
+        extra = url.scheme.rstrip("s") if url.scheme in _SERVERS else "s3"
+        raise Refused(
+            f"{url.place} needs a package that cannot be imported ({error}): "
+            f"pip install 'kvhearth[{extra}]'"
+        ) from None
+
+
+async def serve(message: dict[str, object]) -> None:
+    """Serve the daemon that sent ``message``."""
+    connection = socket.socket(fileno=int(str(message["connection"])))
+    connection.setblocking(False)
+    url = parse_remote(str(message["url"]))
+    fleet_key = bytes.fromhex(str(message["fleet_key"]))
+    regions = message["regions"]
+    assert isinstance(regions, list)
+    try:
+        driver = open_driver(url)
+    except Refused as error:
+        frame = encode({"kind": "state", "problem": str(error), "caps": None})
+        await asyncio.get_running_loop().sock_sendall(connection, frame)
+        return
+    memory = Memory([(fd, size) for fd, size in regions], int(str(message["staging_bytes"])))
+    driver.attach(memory.staging)
+    await Service(connection, driver, memory, fleet_key, url.place).run()
+
+
+def main() -> int:
+    """Run a child of ``process.ProcessMover``; return the exit status."""
+    message = begin()
+    if message is None:
+        return 0  # the parent died
+    logs.configure(message["log_level"], message["log_format"])
+    sys.setswitchinterval(_SWITCH_S)
+    gc.freeze()
+    try:
+        asyncio.run(serve(message))
+    except (ConnectionError, BrokenPipeError):
+        return 0  # the parent died
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,171 @@
+"""Pools of Mooncake Store, by its client: bytes go straight from and to the staging memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from mooncake.store import MooncakeDistributedStore
+
+from kvhearth.native.blocks import address_of
+from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
+from kvhearth_server.tiers.remote.helper.drivers.base import UNREACHABLE, Complaints, Listed
+from kvhearth_server.tiers.remote.mover import Caps
+from kvhearth_server.tiers.remote.url import RemoteUrl
+
+_VALUE_BYTES_MAX = 1 << 30
+_BUFFER_BYTES = 16 << 20
+_PORTION_BYTES = 16 << 20
+_PORTION_MAX = 32
+_RPC_MS = 2000
+"""Bound of the library's own for calls of the master; that of transfers (60 s) is fixed."""
+_AGAIN_S = 1.0
+_OUTCOMES: dict[int, Outcome] = {
+    -200: Failed(Failure.NO_SPACE),
+    -600: Corrupt("remote"),
+    -704: Missing(),
+    -705: Done(),
+}
+_T = TypeVar("_T")
+
+
+class MooncakeDriver:
+    """See ``base.Driver``. Nothing here keeps a deadline: the daemon ends the process."""
+
+    parallel = 4
+
+    def __init__(self, url: RemoteUrl) -> None:
+        self.caps = Caps(_VALUE_BYTES_MAX, evicts=True, durable=False, creates_once=False)
+        self.requests: Counter[str] = Counter()
+        self._complaints = Complaints()
+        self._url = url
+        self._prefix = f"{url.prefix}/" if url.prefix else ""
+        self._pool = ThreadPoolExecutor(2 * self.parallel, "kvhearth-mooncake")
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._tried = 0.0
+        self._staging = (0, 0)
+        os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(_RPC_MS))
+
+    def attach(self, staging: memoryview) -> None:
+        """See ``base.Driver``."""
+        self._staging = (_address(staging), len(staging))
+
+    def _opened(self) -> Any:
+        """Return the client, connected; None while its master cannot be reached."""
+        with self._lock:
+            if self._store is None and time.monotonic() - self._tried >= _AGAIN_S:
+                self._tried = time.monotonic()
+                ((host, port),) = self._url.hosts
+                store = MooncakeDistributedStore()
+                place = "127.0.0.1" if host in ("127.0.0.1", "localhost") else os.uname().nodename
+                status = store.setup(
+                    *(place, "P2PHANDSHAKE", 0, _BUFFER_BYTES, self._url.protocol),
+                    *(self._url.device, f"{host}:{port}"),
+                )
+                if not status:
+                    status = store.register_buffer(*self._staging)
+                if not status:
+                    self._store = store
+            return self._store
+
+    async def _run(self, call: Callable[[Any], _T]) -> _T | None:
+        """Run a call in a thread; None without a connection."""
+
+        def run() -> _T | None:
+            store = self._opened()
+            return None if store is None else call(store)
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+
+    def _outcome(self, status: int) -> Outcome:
+        outcome = _OUTCOMES.get(status, UNREACHABLE)
+        return self._complaints.tell(outcome, OSError(f"{self._url.place} answers {status}"))
+
+    def _staged(self, view: memoryview) -> bool:
+        start, size = self._staging
+        return start <= _address(view) < start + size
+
+    async def put(
+        self, name: str, value: memoryview, deadline: float, *, replace: bool = False
+    ) -> Outcome:
+        """See ``base.Driver``."""
+        self.requests["put"] += 1
+        key = self._prefix + name
+
+        def put(store: Any) -> int:
+            if self._staged(value):
+                return int(store.put_from(key, _address(value), len(value)))
+            return int(store.put(key, bytes(value)))
+
+        status = await self._run(put)
+        if status is None:
+            return UNREACHABLE
+        return Done() if status == 0 else self._outcome(status)
+
+    def portion(self, size: int) -> int:
+        """See ``base.Driver``."""
+        return max(1, min(_PORTION_BYTES // size, _PORTION_MAX))
+
+    async def get(
+        self, names: Sequence[str], into: Sequence[memoryview], deadline: float
+    ) -> list[memoryview | Outcome]:
+        """See ``base.Driver``."""
+        self.requests["get"] += 1
+        keys = [self._prefix + name for name in names]
+
+        def get(store: Any) -> list[memoryview | int]:
+            if not all(map(self._staged, into)):
+                found = [store.get(key) if store.is_exist(key) == 1 else None for key in keys]
+                return [-704 if each is None else memoryview(each) for each in found]
+            places, sizes = [_address(view) for view in into], [len(view) for view in into]
+            statuses = store.batch_get_into(keys, places, sizes)
+            pairs = zip(statuses, into, strict=True)
+            return [view[:status] if status > 0 else status for status, view in pairs]
+
+        found = await self._run(get)
+        if found is None:
+            return [UNREACHABLE] * len(names)
+        return [self._outcome(each) if isinstance(each, int) else each for each in found]
+
+    async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
+        """See ``base.Driver``. Sizes are not compared: that would be a call for each."""
+        self.requests["head"] += 1
+        keys = [self._prefix + name for name in names]
+        found = await self._run(lambda store: list(store.batch_is_exist(keys)))
+        if found is None:
+            return [UNREACHABLE] * len(names)
+        outcomes: dict[int, Outcome] = {1: Done(), 0: Missing()}
+        return [outcomes.get(each) or self._outcome(each) for each in found]
+
+    async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+        """See ``base.Driver``."""
+        self.requests["delete"] += 1
+        keys = [self._prefix + name for name in names]
+        found = await self._run(lambda store: list(store.batch_remove(keys, True)))
+        if found is None:
+            return [UNREACHABLE] * len(names)
+        return [Done() if each in (0, -704) else self._outcome(each) for each in found]
+
+    def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
+        """See ``base.Driver``.
+
+        Raises:
+            OSError: always, since the store lists nothing.
+        """
+        raise OSError(f"{self._url.place}: Mooncake does not list its objects; it evicts by itself")
+
+    async def close(self) -> None:
+        """See ``base.Driver``."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _address(view: memoryview) -> int:
+    return int(address_of(np.frombuffer(view, np.uint8)))

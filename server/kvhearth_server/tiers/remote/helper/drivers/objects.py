@@ -1,0 +1,242 @@
+"""Buckets and directories by obstore: ``s3://``, ``gs://``, ``az://`` and ``file://``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace as replace_caps
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+
+from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
+from kvhearth_server.tiers.remote.helper.drivers.base import (
+    DENIED,
+    TIMEOUT,
+    UNREACHABLE,
+    Complaints,
+    Listed,
+    Refused,
+)
+from kvhearth_server.tiers.remote.mover import Caps
+from kvhearth_server.tiers.remote.url import RemoteUrl
+
+_VALUE_BYTES_MAX = 5_000_000_000
+"""Largest object of one S3 PUT."""
+_CONNECT_S = 2.0
+_REQUEST_S = 30.0
+"""Bound of the library's own; each call has a shorter deadline."""
+_MIN_CHUNK_BYTES = 1 << 20
+_T = TypeVar("_T")
+
+
+class ObjectDriver:
+    """See ``base.Driver``.
+
+    Raises:
+        Refused: the store cannot be opened as the URL says.
+    """
+
+    parallel = 8
+
+    def __init__(self, url: RemoteUrl) -> None:
+        self.caps = Caps(_VALUE_BYTES_MAX, evicts=False, durable=True, creates_once=True)
+        self.requests: Counter[str] = Counter()
+        self._prefix = f"{url.prefix}/" if url.prefix else ""
+        self._complaints = Complaints()
+        self._create = True
+        try:
+            self._store = _open(url)
+        except (BaseError, OSError, ValueError) as error:
+            raise Refused(f"{url.place} cannot be opened: {first_line(error)}") from None
+
+    def attach(self, staging: memoryview) -> None:
+        """See ``base.Driver``."""
+
+    async def put(
+        self, name: str, value: memoryview, deadline: float, *, replace: bool = False
+    ) -> Outcome:
+        """See ``base.Driver``."""
+        self.requests["put"] += 1
+        creating = self._create and not replace
+        sending = obstore.put_async(
+            self._store,
+            self._prefix + name,
+            value,
+            mode="create" if creating else "overwrite",
+            use_multipart=False,
+        )
+        try:
+            await _by(deadline, sending)
+        except (AlreadyExistsError, PreconditionError):
+            return Done()
+        except (BaseError, OSError, TimeoutError) as error:
+            if not creating or not _unsupported(error):
+                return self._complaints.tell(outcome_of(error), error)
+            self._create = False
+            self.caps = replace_caps(self.caps, creates_once=False)
+            return await self.put(name, value, deadline, replace=True)
+        return Done()
+
+    def portion(self, size: int) -> int:
+        """See ``base.Driver``."""
+        return 1
+
+    async def get(
+        self, names: Sequence[str], into: Sequence[memoryview], deadline: float
+    ) -> list[memoryview | Outcome]:
+        """See ``base.Driver``."""
+        pairs = zip(names, into, strict=True)
+        return [await self._get(name, view, deadline) for name, view in pairs]
+
+    async def _get(self, name: str, into: memoryview, deadline: float) -> memoryview | Outcome:
+        self.requests["get"] += 1
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                found = await obstore.get_async(self._store, self._prefix + name)
+                if found.meta["size"] != len(into):
+                    # Not downloaded: it is none of ours, or cut off.
+                    return Corrupt("remote")
+                return memoryview(await found.bytes_async())
+        except (BaseError, OSError, TimeoutError) as error:
+            return self._complaints.tell(outcome_of(error), error)
+
+    async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
+        """See ``base.Driver``."""
+        return list(await asyncio.gather(*(self._exists(each, size, deadline) for each in names)))
+
+    async def _exists(self, name: str, size: int, deadline: float) -> Outcome:
+        self.requests["head"] += 1
+        try:
+            found = await _by(deadline, obstore.head_async(self._store, self._prefix + name))
+        except (BaseError, OSError, TimeoutError) as error:
+            return self._complaints.tell(outcome_of(error), error)
+        return Done() if found["size"] == size else Missing()
+
+    async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+        """See ``base.Driver``."""
+        self.requests["delete"] += 1
+        paths = [self._prefix + name for name in names]
+        outcome: Outcome = Done()
+        try:
+            await _by(deadline, obstore.delete_async(self._store, paths))
+        except (BaseError, OSError, TimeoutError) as error:
+            outcome = self._complaints.tell(outcome_of(error), error)
+            if isinstance(outcome, Missing) and len(names) > 1:
+                # A directory's driver ends at the first one that is not there.
+                rows = [await self.delete([name], deadline) for name in names]
+                return [row for (row,) in rows]
+        return [Done() if isinstance(outcome, Missing) else outcome] * len(names)
+
+    async def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
+        """See ``base.Driver``."""
+        self.requests["list"] += 1
+        async for portion in obstore.list(self._store, self._prefix + prefix):
+            yield [
+                Listed(
+                    each["path"].removeprefix(self._prefix),
+                    each["size"],
+                    each["last_modified"].timestamp(),
+                )
+                for each in portion
+            ]
+
+    async def close(self) -> None:
+        """See ``base.Driver``."""
+
+
+def _unsupported(error: BaseException) -> bool:
+    """Whether the server does not know conditional writes."""
+    return isinstance(error, NotSupportedError) or "status code: 501" in str(error)
+
+
+async def _by(deadline: float, waiting: Awaitable[_T]) -> _T:
+    async with asyncio.timeout(deadline - time.monotonic()):
+        return await waiting
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's first line, without the library's debug text behind it."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Translate an error of the library's."""
+    text = str(error)
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
+        return DENIED
+    if isinstance(error, FileNotFoundError):
+        return DENIED if "NoSuchBucket" in text else Missing()
+    if isinstance(error, TimeoutError) or "timed out" in text or "TimedOut" in text:
+        return TIMEOUT
+    if isinstance(error, OSError):
+        return Failed(Failure.NO_SPACE) if "No space" in text else Failed(Failure.IO)
+    if "InvalidAccessKeyId" in text or "SignatureDoesNotMatch" in text:
+        return DENIED
+    if "NoSuchBucket" in text or "RequestTimeTooSkewed" in text:
+        return DENIED
+    answered = "non-2xx status" in text or "Header missing" in text
+    return Failed(Failure.IO) if answered else UNREACHABLE
+
+
+def _open(url: RemoteUrl) -> Any:
+    if url.scheme == "file":
+        if not Path(url.bucket).is_dir():
+            raise Refused(f"{url.bucket} is no directory; mount or make it")
+        return LocalStore(url.bucket)
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=_CONNECT_S),
+        "timeout": timedelta(seconds=_REQUEST_S),
+        "allow_http": url.endpoint.startswith("http://"),
+    }
+    if url.ca:
+        client["root_certificate"] = Path(url.ca).read_bytes()
+    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=_REQUEST_S)}
+    secret = Path(url.secret_file).read_text("utf-8").split() if url.secret_file else []
+    options: Any = {"client_options": client, "retry_config": retry}
+    if url.scheme == "s3":
+        return _open_s3(url, secret, options)
+    if url.scheme == "gs":
+        if url.secret_file:
+            options["service_account_path"] = url.secret_file
+        if url.endpoint:
+            options["config"] = {"base_url": url.endpoint}
+        return GCSStore(url.bucket, **options)
+    if secret:
+        options["account_key"] = secret[0]
+    if url.endpoint:
+        options["endpoint"] = url.endpoint
+    return AzureStore(url.bucket, account_name=url.account or None, **options)
+
+
+def _open_s3(url: RemoteUrl, secret: Sequence[str], options: Any) -> Any:
+    if url.secret_file and len(secret) not in (2, 3):
+        raise Refused(
+            f"secret_file={url.secret_file} does not have two lines, the key's id and the key"
+        )
+    names = ("access_key_id", "secret_access_key", "session_token")
+    options |= dict(zip(names, secret, strict=False))
+    if url.endpoint:
+        options["endpoint"] = url.endpoint
+    if url.region or url.endpoint:
+        options["region"] = url.region or "us-east-1"
+    return S3Store(
+        url.bucket,
+        virtual_hosted_style_request=url.virtual_hosts or not url.endpoint,
+        unsigned_payload=True,
+        **options,
+    )

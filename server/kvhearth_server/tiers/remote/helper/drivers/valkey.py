@@ -1,0 +1,255 @@
+"""Valkey and Redis servers, alone or as a cluster, by valkey-glide-sync."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from glide_shared import exceptions
+from glide_shared.commands.core_options import ExpirySet, ExpiryType
+from glide_sync import (
+    AdvancedGlideClientConfiguration,
+    AdvancedGlideClusterClientConfiguration,
+    Batch,
+    ClusterBatch,
+    ClusterScanCursor,
+    GlideClient,
+    GlideClientConfiguration,
+    GlideClusterClient,
+    GlideClusterClientConfiguration,
+    NodeAddress,
+    ServerCredentials,
+    TlsAdvancedConfiguration,
+)
+
+from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
+from kvhearth_server.tiers.remote.helper.drivers.base import (
+    DENIED,
+    TIMEOUT,
+    UNREACHABLE,
+    Complaints,
+    Listed,
+    Refused,
+)
+from kvhearth_server.tiers.remote.mover import Caps
+from kvhearth_server.tiers.remote.url import RemoteUrl
+
+_VALUE_BYTES_MAX = 512 << 20
+"""Bound of a string; the server's proto-max-bulk-len may be lower."""
+_TIMES_MS = (50, 100, 200, 500, 1000, 2000, 5000, 10_000)
+"""A client has one deadline for all its requests, and so a thread has several clients."""
+_CONNECT_MS = 2000
+_PORTION_BYTES = 1 << 20
+_PORTION_MAX = 16
+_SCAN = 1000
+_DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "AuthenticationFailed", "invalid password")
+_T = TypeVar("_T")
+_Client = GlideClient | GlideClusterClient
+
+
+class ValkeyDriver:
+    """See ``base.Driver``. Calls run in threads, each with connections of its own.
+
+    Raises:
+        Refused: a file that the URL names cannot be read.
+    """
+
+    parallel = 4
+
+    def __init__(self, url: RemoteUrl) -> None:
+        self.caps = Caps(_VALUE_BYTES_MAX, evicts=True, durable=False, creates_once=False)
+        self.requests: Counter[str] = Counter()
+        self._complaints = Complaints()
+        self._url = url
+        self._prefix = f"{url.prefix}/" if url.prefix else ""
+        self._pool = ThreadPoolExecutor(2 * self.parallel, "kvhearth-valkey")
+        self._local = threading.local()
+        self._options = _options(url)
+
+    def _client(self, deadline: float) -> _Client:
+        """Return this thread's client whose deadline is the longest one before ``deadline``.
+
+        Raises:
+            exceptions.GlideError: no server can be reached.
+        """
+        left_ms = 1000 * (deadline - time.monotonic()) * 1.02
+        time_ms = max((each for each in _TIMES_MS if each <= left_ms), default=_TIMES_MS[0])
+        clients: dict[int, _Client] = self._local.__dict__.setdefault("clients", {})
+        if time_ms not in clients:
+            options = {**self._options, "request_timeout": time_ms}
+            tls = options.pop("tls")
+            connect = min(time_ms, _CONNECT_MS)
+            if self._url.cluster:
+                advanced = AdvancedGlideClusterClientConfiguration(connect, tls)
+                clients[time_ms] = GlideClusterClient.create(
+                    GlideClusterClientConfiguration(**options, advanced_config=advanced)
+                )
+            else:
+                alone = AdvancedGlideClientConfiguration(connect, tls)
+                clients[time_ms] = GlideClient.create(
+                    GlideClientConfiguration(**options, advanced_config=alone)
+                )
+        return clients[time_ms]
+
+    async def _run(self, call: Callable[[_Client], _T], deadline: float) -> _T | Outcome:
+        """Run a call in a thread. It is not given up at the deadline: the library still uses the
+        call's memory.
+        """
+
+        def run() -> _T | Outcome:
+            try:
+                return call(self._client(deadline))
+            except exceptions.GlideError as error:
+                return self._complaints.tell(outcome_of(error), error)
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+
+    def attach(self, staging: memoryview) -> None:
+        """See ``base.Driver``."""
+
+    async def put(
+        self, name: str, value: memoryview, deadline: float, *, replace: bool = False
+    ) -> Outcome:
+        """See ``base.Driver``. A value under the name is replaced, by the same bytes."""
+        self.requests["put"] += 1
+        ttl_s = int(self._url.ttl_s)
+        expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
+        done = await self._run(
+            lambda client: client.set(self._prefix + name, value, expiry=expiry), deadline
+        )
+        return Done() if isinstance(done, str | bytes) else _failed(done)
+
+    def portion(self, size: int) -> int:
+        """See ``base.Driver``."""
+        return max(1, min(_PORTION_BYTES // size, _PORTION_MAX))
+
+    async def get(
+        self, names: Sequence[str], into: Sequence[memoryview], deadline: float
+    ) -> list[memoryview | Outcome]:
+        """See ``base.Driver``."""
+        self.requests["get"] += 1
+        keys: list[Any] = [self._prefix + name for name in names]
+        found = await self._run(lambda client: client.mget(keys, list(into)), deadline)
+        if isinstance(found, list):
+            return [_value(each, view) for each, view in zip(found, into, strict=True)]
+        if isinstance(found, Corrupt) and len(names) > 1:
+            # One of them is too long for its buffer.
+            rows = [await self.get([n], [i], deadline) for n, i in zip(names, into, strict=True)]
+            return [row for (row,) in rows]
+        return [_failed(found)] * len(names)
+
+    async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
+        """See ``base.Driver``."""
+        self.requests["head"] += 1
+        lengths = await self._lengths([self._prefix + name for name in names], deadline)
+        if not isinstance(lengths, list):
+            return [lengths] * len(names)
+        return [Done() if length == size else Missing() for length in lengths]
+
+    async def _lengths(self, keys: Sequence[Any], deadline: float) -> list[int] | Outcome:
+        """Return the length of each value, 0 for none."""
+
+        def ask(client: _Client) -> Any:
+            if isinstance(client, GlideClusterClient):
+                batch = ClusterBatch(False)
+                for key in keys:
+                    batch.strlen(key)
+                return client.exec(batch, raise_on_error=True)
+            alone = Batch(False)
+            for key in keys:
+                alone.strlen(key)
+            return client.exec(alone, raise_on_error=True)
+
+        found = await self._run(ask, deadline)
+        return found if isinstance(found, list) else _failed(found)
+
+    async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+        """See ``base.Driver``."""
+        self.requests["delete"] += 1
+        keys: list[Any] = [self._prefix + name for name in names]
+        found = await self._run(lambda client: client.unlink(keys), deadline)
+        return [Done() if isinstance(found, int) else _failed(found)] * len(names)
+
+    async def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
+        """See ``base.Driver``. The server does not tell times: they are 0."""
+        pattern = f"{self._prefix}{prefix}*"
+        new: Any = ClusterScanCursor
+        cursor: Any = new() if self._url.cluster else b"0"
+        while True:
+            self.requests["list"] += 1
+            now = cursor
+
+            def scan(client: Any, at: Any = now) -> Any:
+                return client.scan(at, match=pattern, count=_SCAN)
+
+            found = await self._run(scan, time.monotonic() + 10.0)
+            if not isinstance(found, list):
+                raise OSError(f"{self._url.place} cannot be listed: {found}")
+            cursor, keys = found
+            if keys:
+                lengths = await self._lengths(keys, time.monotonic() + 10.0)
+                if not isinstance(lengths, list):
+                    raise OSError(f"{self._url.place} cannot be listed: {lengths}")
+                names = [key.decode("utf-8", "replace").removeprefix(self._prefix) for key in keys]
+                yield [Listed(*each, 0.0) for each in zip(names, lengths, strict=True)]
+            if cursor.is_finished() if self._url.cluster else cursor == b"0":
+                return
+
+    async def close(self) -> None:
+        """See ``base.Driver``."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _value(found: bytes | None, view: memoryview) -> memoryview | Outcome:
+    return Missing() if found is None else view[: int(found)]
+
+
+def _failed(outcome: Any) -> Outcome:
+    return outcome if isinstance(outcome, Failed | Corrupt) else Failed(Failure.IO)
+
+
+def outcome_of(error: exceptions.GlideError) -> Outcome:
+    """Translate an error of the library's."""
+    text = str(error)
+    if any(word in text for word in _DENIED):
+        return DENIED
+    if isinstance(error, exceptions.TimeoutError):
+        return TIMEOUT
+    if isinstance(error, exceptions.ConnectionError | exceptions.ClosingError):
+        return UNREACHABLE
+    if "OOM" in text:
+        return Failed(Failure.NO_SPACE)
+    if "READONLY" in text:
+        return Failed(Failure.READ_ONLY)
+    if "buffer" in text.lower():
+        return Corrupt("remote")
+    return Failed(Failure.IO)
+
+
+def _options(url: RemoteUrl) -> dict[str, Any]:
+    try:
+        secret = Path(url.secret_file).read_text("utf-8").strip() if url.secret_file else ""
+        ca = Path(url.ca).read_bytes() if url.ca else None
+        cert = Path(url.cert).read_bytes() if url.cert else None
+        key = Path(url.key).read_bytes() if url.key else None
+    except OSError as error:
+        raise Refused(f"{url.place}: {error.filename} cannot be read: {error.strerror}") from None
+    if url.user and not secret:
+        raise Refused(f"{url.place}: user={url.user} needs secret_file=/path with its password")
+    tls = url.scheme == "valkeys"
+    advanced = TlsAdvancedConfiguration(
+        root_pem_cacerts=ca, client_cert_pem=cert, client_key_pem=key
+    )
+    return {
+        "addresses": [NodeAddress(host, port) for host, port in url.hosts],
+        "use_tls": tls,
+        "credentials": ServerCredentials(secret, url.user or None) if secret else None,
+        "client_name": "kvhearth",
+        "tls": advanced if tls else None,
+    }

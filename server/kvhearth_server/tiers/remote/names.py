@@ -1,0 +1,66 @@
+"""Names at a remote: HMACs under the fleet's key, which tell nothing and cannot be guessed.
+
+They depend on what all hosts of a fleet agree on, never on a daemon's own numbers of epochs or its
+lineage: hosts with the same key, tenant, contract and weights label find each other's blocks.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+
+LAYOUT = "1"
+"""Version of the names' layout, a part of every name."""
+FLEET_KEY_BYTES_MIN = 16
+SPACE_BYTES = 16
+_KEY_BYTES = 16
+
+
+def _mac(fleet_key: bytes, *parts: bytes) -> bytes:
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hmac.digest(fleet_key, framed, "sha256")
+
+
+def space_name(fleet_key: bytes, tenant: str, contract_json: str, label: str, group: int) -> str:
+    """Return the name of a namespace's KV group, 32 hexadecimal digits.
+
+    Args:
+        contract_json: the contract in its canonical form.
+        label: names the weights; hosts share blocks only under the same label.
+        group: KV group of the contract.
+    """
+    parts = (tenant.encode(), contract_json.encode(), label.encode(), str(group).encode())
+    return _mac(fleet_key, b"kvhearth remote space", *parts)[:SPACE_BYTES].hex()
+
+
+def object_name(fleet_key: bytes, space: str, key: bytes) -> str:
+    """Return the name of a block below a remote's prefix: ``1/SPACE/KEY``."""
+    digest = _mac(fleet_key, b"kvhearth remote key", space.encode(), key)[:_KEY_BYTES]
+    return f"{LAYOUT}/{space}/{digest.hex()}"
+
+
+def is_object_name(name: str) -> bool:
+    """Whether a name below the prefix has the form of a block's."""
+    layout, _, rest = name.partition("/")
+    space, _, key = rest.partition("/")
+    digits = frozenset("0123456789abcdef")
+    whole = len(space) == 2 * SPACE_BYTES and len(key) == 2 * _KEY_BYTES
+    return layout == LAYOUT and whole and digits.issuperset(space + key)
+
+
+def fleet_mark(fleet_key: bytes) -> bytes:
+    """Return the content of the object ``1/fleet``, by which a daemon with another key is told."""
+    return b"kvhearth fleet 1 " + _mac(fleet_key, b"kvhearth fleet mark").hex().encode() + b"\n"
+
+
+def is_probe_name(name: str) -> bool:
+    """Whether a name below the prefix is that of a probe's value."""
+    return name.startswith(f"{LAYOUT}/probe-")
+
+
+def probe_name() -> str:
+    """Return a new name for a probe's value."""
+    return f"{LAYOUT}/probe-{secrets.token_hex(8)}"
+
+
+MARK_NAME = f"{LAYOUT}/fleet"

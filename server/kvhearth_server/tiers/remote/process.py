@@ -1,0 +1,472 @@
+"""Daemon's side of a mover: starts the helper process, feeds it, ends it when it misses a deadline.
+
+Deadlines hold whatever the library does. At a request's deadline its caller is told. If the helper
+has not answered 250 ms later it is killed: once it is gone, by its pidfd and by the locks of its
+mappings, nobody writes to its requests' slots any more, and a new helper is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvhearth.errors import KVHearthError
+from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.tiers.base import (
+    Counts,
+    Failed,
+    Failure,
+    Outcome,
+    Refusal,
+    Throttled,
+)
+from kvhearth_server.tiers.remote.frames import (
+    FrameReader,
+    Head,
+    Results,
+    Work,
+    decode_results,
+    encode,
+    encode_work,
+)
+from kvhearth_server.tiers.remote.mover import Answer, Caps, Exists, Get, MoverState
+from kvhearth_server.tiers.remote.record import record_bytes
+from kvhearth_server.tiers.remote.staging import Staging
+from kvhearth_server.tiers.remote.timer import Timer
+from kvhearth_server.tiers.remote.url import RemoteUrl
+
+QUEUE_MAX = 256
+"""Requests that wait or run."""
+GRACE_S = 0.25
+"""From a missed deadline to the end of the helper."""
+_START_S = 30.0
+_END_S = 2.0
+_PAUSE_FIRST_S = 0.1
+_PAUSE_MAX_S = 5.0
+_STEADY_S = 10.0
+_MAPPED_S = 0.02
+"""Between two looks at the locks of a helper that is gone."""
+_KILLS_MANY = 3
+_KILLS_WITHIN_S = 60.0
+_RECEIVE_BYTES = 1 << 20
+_LOCK_BYTE = 1 << 40
+"""First of the movers' lock bytes, far behind those of clients."""
+_log = get_logger("kvhearth.remote")
+
+
+class Region(Protocol):
+    """An arena segment, as a mover needs it (``memory.mapping.Segment``)."""
+
+    bytes: int
+
+    def lock_client_byte(self, index: int) -> int:
+        """Return a new descriptor of the memory that holds a lock on byte ``index``."""
+
+    def client_byte_held(self, index: int) -> bool:
+        """Whether a process still holds or maps that descriptor."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A request that has no final answer."""
+
+    work: Work
+    told: bool = False
+    copied: bool = False
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """Outcomes at the deadline."""
+        return [Failed(Failure.TIMEOUT)] * len(self.work.request.keys)
+
+
+@dataclass(eq=False)
+class _Child:
+    """A helper process.
+
+    Attributes:
+        unsent: frames that the socket had no room for.
+        ended: whether the process has ended; its mappings may live on in a child of its own.
+    """
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    pidfd: int
+    began: float
+    reader: FrameReader = field(default_factory=FrameReader)
+    unsent: bytearray = field(default_factory=bytearray)
+    caps: Caps | None = None
+    killed: bool = False
+    ended: bool = False
+
+
+class ProcessMover:
+    """A ``mover.Mover`` whose helper runs as a child of this process.
+
+    Args:
+        url: the remote.
+        fleet_key: secret of the fleet, of which the names are made.
+        regions: arena segments, in the order of their numbers.
+        staging_bytes: memory of the helper through which all bytes pass.
+        index: number of this remote in the daemon, from 0.
+        log_level, log_format: of the helper's log.
+
+    Attributes:
+        starting: the state's problem while there is none but that a helper starts.
+    """
+
+    def __init__(
+        self,
+        url: RemoteUrl,
+        fleet_key: bytes,
+        regions: Sequence[Region],
+        staging_bytes: int = 256 << 20,
+        *,
+        index: int = 0,
+        log_level: str = "info",
+        log_format: str = "auto",
+    ) -> None:
+        self.url = url
+        self.starting = f"the helper process of {url.place} starts"
+        self._fleet_key = fleet_key
+        self._regions = regions
+        self._lock_byte = _LOCK_BYTE + index
+        self._log_settings = {"log_level": log_level, "log_format": log_format}
+        self._staging = Staging(staging_bytes)
+        self._counts = Counts()
+        self._tickets = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._ready: list[Answer] = []
+        self._child: _Child | None = None
+        self._start_at = 0.0
+        self._pause_s = _PAUSE_FIRST_S
+        self._starts = 0
+        self._kills: deque[float] = deque(maxlen=_KILLS_MANY)
+        self._problem = ""
+        self._draining = self._closed = False
+        self._too_large_told = False
+        self._timer = Timer()
+        self._epoll = select.epoll()
+        self._epoll.register(self._timer.fd, select.EPOLLIN)
+        self.event_fd = self._epoll.fileno()
+        self._start()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def submit(self, request: Exists, deadline_s: float) -> int | Throttled:
+        """See ``Mover.submit``."""
+        child = self._child
+        if self._draining or self._closed:
+            return Throttled(Refusal.DRAINING)
+        if child is None or child.caps is None or child.killed or child.ended:
+            return Throttled(Refusal.DEGRADED, self._pause_s)
+        if len(self._pending) >= QUEUE_MAX:
+            return Throttled(Refusal.QUEUE)
+        offsets: list[int] = []
+        if isinstance(request, Get):
+            size = record_bytes(request.family)
+            if size > min(child.caps.value_bytes_max, self._staging.size):
+                self._tell_too_large(size, child.caps)
+                return Throttled(Refusal.TOO_LARGE)
+            if (taken := self._staging.take(len(request.keys), size)) is None:
+                return Throttled(Refusal.QUEUE)
+            offsets = taken
+        deadline = time.monotonic() + deadline_s
+        work = Work(next(self._tickets), request, deadline, deadline_s, offsets)
+        self._pending[work.ticket] = _Pending(work)
+        self._send(child, encode_work(work))
+        self._set_timer()
+        return work.ticket
+
+    def _tell_too_large(self, size: int, caps: Caps) -> None:
+        if not self._too_large_told:
+            self._too_large_told = True
+            most = min(caps.value_bytes_max, self._staging.size)
+            _log.error("remote.block_too_large", remote=self.url.place, bytes=size, bytes_max=most)
+
+    def cancel(self, ticket: int) -> None:
+        """See ``Mover.cancel``."""
+        if self._child is not None and ticket in self._pending:
+            self._send(self._child, encode({"kind": "cancel", "ticket": ticket}))
+
+    def poll(self) -> list[Answer]:
+        """See ``Mover.poll``."""
+        self._epoll.poll(0)
+        child = self._child
+        if child is not None:
+            self._receive(child)
+            self._send(child, b"")
+            self._watch(child)
+        elif not self._closed and time.monotonic() >= self._start_at:
+            self._start()
+        self._set_timer()
+        found, self._ready = self._ready, []
+        return found
+
+    @property
+    def state(self) -> MoverState:
+        """See ``Mover.state``."""
+        child = self._child
+        caps = child.caps if child is not None else None
+        up = caps is not None and child is not None and not (child.killed or child.ended)
+        return MoverState(
+            up,
+            self._many_kills() or self._problem or ("" if up else self.starting),
+            caps,
+            max(self._starts - 1, 0),
+            self._staging.size,
+            self._staging.free_bytes,
+            self._counts.values,
+            self._starts > 0,  # its locks are free only once an earlier one is gone
+        )
+
+    def _many_kills(self) -> str:
+        recent = [at for at in self._kills if time.monotonic() - at < _KILLS_WITHIN_S]
+        if len(recent) < _KILLS_MANY:
+            return ""
+        return (
+            f"{self.url.place} missed its deadlines so often that its helper process was ended "
+            f"{_KILLS_MANY} times in a minute; check the server and the network"
+        )
+
+    # -- the helper --------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start a helper."""
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair()
+                undo.callback(theirs.close)
+                regions = []
+                for region in self._regions:
+                    descriptor = region.lock_client_byte(self._lock_byte)
+                    undo.callback(os.close, descriptor)
+                    regions.append([descriptor, region.bytes])
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "kvhearth_server.tiers.remote.helper"],
+                    stdin=subprocess.PIPE,
+                    pass_fds=[theirs.fileno(), *(fd for fd, _ in regions)],
+                )
+            except (OSError, KVHearthError) as error:
+                # Out of descriptors or processes, or a dead daemon's helper still maps the arena:
+                # the daemon goes on, and tries again.
+                self._problem = f"no helper process for {self.url.place} can be started: {error}"
+                self._later()
+                return
+            message = {
+                "url": self.url.text,
+                "fleet_key": self._fleet_key.hex(),
+                "staging_bytes": self._staging.size,
+                "connection": theirs.fileno(),
+                "regions": regions,
+                **self._log_settings,
+            }
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):  # it has died: its pidfd tells
+                process.stdin.write(json.dumps(message).encode() + b"\n")
+                process.stdin.flush()
+        self._starts += 1
+        ours.setblocking(False)
+        child = _Child(process, ours, os.pidfd_open(process.pid), time.monotonic())
+        for fd in (ours.fileno(), child.pidfd):
+            self._epoll.register(fd, select.EPOLLIN)
+        self._child = child
+
+    def _later(self) -> None:
+        """Start the next helper after a pause, which grows while helpers do not live long."""
+        child, now = self._child, time.monotonic()
+        if child is not None and now - child.began > _STEADY_S:
+            self._pause_s = _PAUSE_FIRST_S
+        # The first death, and a kill at a missed deadline, are followed at once.
+        at_once = child is not None and child.killed and not self._many_kills()
+        self._start_at = now if at_once else now + self._pause_s
+        if not at_once:
+            self._pause_s = min(2 * self._pause_s, _PAUSE_MAX_S)
+
+    def _watch(self, child: _Child) -> None:
+        """Tell callers of missed deadlines; end a helper that keeps none; bury one that ended."""
+        now = time.monotonic()
+        overdue = False
+        for pending in self._pending.values():
+            if not pending.told and now >= pending.work.deadline:
+                pending.told = True
+                self._counts.add("deadlines_missed")
+                self._ready.append(Answer(pending.work.ticket, pending.failed, final=False))
+            overdue = overdue or now >= pending.work.deadline + GRACE_S
+        late_start = child.caps is None and now - child.began > _START_S
+        if (overdue or late_start) and not child.killed and not child.ended:
+            self._kill(child)
+        if not child.ended and select.select([child.pidfd], [], [], 0)[0]:
+            child.ended = True
+            self._receive(child)
+            self._epoll.unregister(child.pidfd)
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.unregister(child.connection.fileno())
+        if child.ended and not self._mapped():
+            self._bury(child)
+
+    def _kill(self, child: _Child) -> None:
+        child.killed = True
+        self._kills.append(time.monotonic())
+        self._counts.add("kills")
+        _log.error("remote.helper_killed", remote=self.url.place, pid=child.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+
+    def _mapped(self) -> bool:
+        """Whether any process still maps the arena by what the helper was given."""
+        return any(region.client_byte_held(self._lock_byte) for region in self._regions)
+
+    def _bury(self, child: _Child) -> None:
+        """Give final answers to everything that the helper had, and have another one started."""
+        reason = Failure.TIMEOUT if child.killed else Failure.UNREACHABLE
+        for pending in list(self._pending.values()):
+            outcomes: list[Outcome] = [Failed(reason)] * len(pending.work.request.keys)
+            self._finish(pending, pending.failed if pending.told else outcomes, None)
+        code = child.process.wait()
+        self._close_child(child)
+        if not self._closed:
+            _log.error("remote.helper_ended", remote=self.url.place, code=code)
+            self._later()
+        self._child = None
+
+    def _close_child(self, child: _Child) -> None:
+        child.connection.close()
+        os.close(child.pidfd)
+        assert child.process.stdin is not None
+        with contextlib.suppress(OSError):
+            child.process.stdin.close()
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def _send(self, child: _Child, frame: bytes) -> None:
+        """Send what the socket takes, and the rest when it takes more."""
+        waited = bool(child.unsent)
+        child.unsent += frame
+        try:
+            while child.unsent and not child.ended:
+                sent = child.connection.send(child.unsent)
+                del child.unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            child.unsent.clear()  # it has died: its pidfd tells
+        if waited != bool(child.unsent) and not child.ended:
+            events = select.EPOLLIN | (select.EPOLLOUT if child.unsent else 0)
+            self._epoll.modify(child.connection.fileno(), events)
+
+    def _receive(self, child: _Child) -> None:
+        while True:
+            try:
+                data = child.connection.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                if not child.ended:
+                    with contextlib.suppress(OSError, ValueError):
+                        self._epoll.unregister(child.connection.fileno())
+                return
+            try:
+                for head, body in child.reader.feed(data):
+                    self._take(child, head, body)
+            except (ValueError, KeyError, IndexError) as error:
+                _log.error("remote.helper_confused", remote=self.url.place, error=str(error))
+                self._kill(child)
+                return
+
+    def _take(self, child: _Child, head: Head, body: bytes) -> None:
+        if head["kind"] == "state":
+            self._problem = head["problem"]
+            child.caps = Caps(*head["caps"]) if head["caps"] else None
+            return
+        for name, amount in head.get("counts", {}).items():
+            self._counts.add(name, amount)
+        pending = self._pending.get(head["ticket"])
+        if pending is None:
+            return
+        if head["kind"] == "copied":
+            pending.copied = True
+            self._ready.append(Answer(pending.work.ticket, [], final=False, copied=True))
+            return
+        results = decode_results(head, body)
+        told = pending.failed if pending.told else results.outcomes
+        self._finish(pending, told, None if pending.told else results)
+
+    def _finish(self, pending: _Pending, outcomes: list[Outcome], results: Results | None) -> None:
+        """Give a request its final answer and take its staging memory back."""
+        work = pending.work
+        del self._pending[work.ticket]
+        if isinstance(work.request, Get):
+            self._staging.give(work.offsets, record_bytes(work.request.family))
+        checksums = results.checksums if results is not None else None
+        parents = results.parents if results is not None else []
+        self._ready.append(Answer(work.ticket, outcomes, checksums=checksums, parents=parents))
+
+    def _set_timer(self) -> None:
+        child, now = self._child, time.monotonic()
+        if self._ready:
+            at: float | None = now
+        elif child is None:
+            at = None if self._closed else self._start_at
+        elif child.ended:
+            at = now + _MAPPED_S
+        else:
+            moments = [child.began + _START_S] if child.caps is None else []
+            if not child.killed:
+                moments += [
+                    each.work.deadline + (GRACE_S if each.told else 0.0)
+                    for each in self._pending.values()
+                ]
+            else:
+                moments += [each.work.deadline for each in self._pending.values() if not each.told]
+            at = min(moments, default=None)
+        self._timer.set(at)
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def drain(self, deadline_s: float) -> bool:
+        """See ``Mover.drain``."""
+        self._draining = True
+        end = time.monotonic() + deadline_s
+        while self._pending:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            select.select([self.event_fd], [], [], left)
+            self._ready = self.poll() + self._ready
+        return True
+
+    def close(self) -> None:
+        """See ``Mover.close``."""
+        if self._closed:
+            return
+        self._closed = True
+        child = self._child
+        if child is not None:
+            child.connection.close()
+            assert child.process.stdin is not None
+            with contextlib.suppress(OSError):
+                child.process.stdin.close()
+            try:
+                child.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            os.close(child.pidfd)
+            self._child = None
+        self._timer.close()
+        self._epoll.close()

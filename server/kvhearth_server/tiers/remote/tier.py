@@ -1,0 +1,642 @@
+"""The remote tier: blocks that all daemons of a fleet share, behind memory and SSD.
+
+It answers lookups from its existence cache, asks the remote in the background about what it does
+not know, publishes blocks and loads them, all through a mover. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhearth.model import I64, U8
+from kvhearth_server.tiers.base import (
+    REMOTE,
+    BlockSpec,
+    Completion,
+    Corrupt,
+    Counts,
+    Done,
+    Evicted,
+    Facts,
+    Failed,
+    Failure,
+    Identify,
+    Identity,
+    Kind,
+    LoadBatch,
+    Missing,
+    Outcome,
+    Refusal,
+    StoreBatch,
+    Throttled,
+    Tier,
+    TierShares,
+    check_places,
+    gather,
+)
+from kvhearth_server.tiers.figures import RemoteFigures
+from kvhearth_server.tiers.remote.breaker import Breaker
+from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
+from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
+from kvhearth_server.tiers.remote.names import space_name
+from kvhearth_server.tiers.remote.search import Searches, failures, unknown
+
+READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
+"""Deadlines of requests to the mover, which ends a helper that misses one."""
+BATCH_BLOCKS_MAX = 512
+START_S = 2.0
+"""Time that a helper process may take to start before that is a problem."""
+_PAGE_BYTES = 4096
+_RTT_S = 0.02
+"""Time of a request before the first one was measured."""
+_BYTES_PER_S = 100e6
+"""Speed of reading before it was measured."""
+_WEIGHT = 0.2
+_SPACES_MAX = 4096
+
+_U64 = npt.NDArray[np.uint64]
+
+
+class Bucket:
+    """Allows ``rate`` units a second and ``burst`` at once; a rate of 0 allows everything.
+
+    A single request may be larger than the bucket: it leaves a debt that others wait for.
+    """
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate, self._burst = rate, burst
+        self._level, self._at = burst, now
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until something may be taken."""
+        if not self._rate:
+            return 0.0
+        passed, self._at = max(0.0, now - self._at), max(self._at, now)
+        self._level = min(self._burst, self._level + passed * self._rate)
+        return 0.0 if self._level > 0 else -self._level / self._rate + 0.001
+
+    def take(self, amount: float) -> None:
+        """Take units, into debt if there are not as many."""
+        self._level -= amount if self._rate else 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is published to a remote; 0 stands for none."""
+
+    bytes_per_s: int = 0
+    bytes_per_day: int = 0
+    requests_per_s: int = 0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of a million writes, of a million reads and existence checks, and of a GiB read."""
+
+    put: float = 0.0
+    get: float = 0.0
+    gib: float = 0.0
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch of the caller's.
+
+    Attributes:
+        rows: those that the mover was asked for.
+        outcomes: one for each row of the batch.
+        told: whether a completion that is not final was reported.
+    """
+
+    ticket: int
+    batch: LoadBatch
+    hashes: _U64
+    rows: I64
+    outcomes: list[Outcome]
+    began: float
+    told: bool = False
+
+
+class RemoteTier(Tier):
+    """A remote behind a mover.
+
+    Args:
+        mover: moves bytes; the tier closes it.
+        regions: the bytes of each arena segment.
+        label: the remote's URL without secrets, for people.
+        fleet_key: secret that names are made with; the same on all hosts of a fleet.
+        limits: bounds of what is published.
+        prices: for the estimated cost.
+        cache: existence cache; by default one of its own.
+        clock: monotonic seconds.
+    """
+
+    name = "remote"
+    shared = True
+
+    def __init__(
+        self,
+        mover: Mover,
+        regions: Sequence[U8],
+        label: str,
+        fleet_key: bytes,
+        limits: Limits | None = None,
+        *,
+        prices: Prices | None = None,
+        cache: ExistenceCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mover, self.label = mover, label
+        self.counts = Counts()
+        self.breaker = Breaker()
+        self._regions, self._clock = list(regions), clock
+        self._fleet_key, self._prices = fleet_key, prices or Prices()
+        self._identify: Identify = lambda family: None
+        self._names: dict[tuple[Identity, int], str] = {}
+        self._cache, self._hasher = cache or ExistenceCache(), Hasher()
+        self._starts: dict[tuple[str, int, int], int] = {}
+        self.use_limits(limits or Limits())
+        self._ended: dict[int, tuple[str, float, Callable[[Answer], None]]] = {}
+        """Kind, begin and handler of each request to the mover, by its ticket."""
+        self._inner: dict[int, int] = {}
+        self._searches = Searches(self._cache, self.counts, self._submit_exists, clock)
+        self._completions: list[Completion] = []
+        self._evicted: list[Evicted] = []
+        self._next_ticket = 1
+        self._round_trip_s, self._bytes_per_s = _RTT_S, _BYTES_PER_S
+        self._seconds: dict[str, float] = {}
+        self._trouble: deque[str] = deque(maxlen=1)
+        self._is_up = mover.state.up
+        self._up_at = clock()
+        """Time at which the mover ran, or should have started."""
+        self._draining = self._closed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._events = select.epoll()
+        for descriptor in (self._wake, mover.event_fd):
+            self._events.register(descriptor, select.EPOLLIN)
+        self.event_fd = self._events.fileno()
+
+    def use_identities(self, identify: Identify) -> None:
+        self._identify = identify
+
+    def _space_of(self, family: BlockSpec) -> str:
+        """Return the name of a family at the remote; empty if it has none there."""
+        identity = self._identify(family)
+        if identity is None:
+            return ""
+        known = (identity, family.group)
+        name = self._names.get(known)
+        if name is None:
+            if len(self._names) >= _SPACES_MAX:
+                self._names.clear()
+            name = self._names[known] = space_name(self._fleet_key, *identity, family.group)
+        return name
+
+    def use_limits(self, limits: Limits) -> None:
+        """Publish within these bounds from now on."""
+        now, day = self._clock(), limits.bytes_per_day
+        self._per_s = Bucket(limits.bytes_per_s, limits.bytes_per_s, now)
+        self._per_day = Bucket(day / 86400, day / 24, now)
+        self._requests = Bucket(limits.requests_per_s, limits.requests_per_s, now)
+
+    @property
+    def batch_blocks_max(self) -> int:
+        return BATCH_BLOCKS_MAX
+
+    @property
+    def asking_s(self) -> float:
+        """Estimate of the seconds until a lookup that asks now has its answer."""
+        return self._round_trip_s * 2
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are sent to the remote."""
+        return self._is_up and not (self.breaker.is_open or self._draining)
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    def submit_store(self, batch: StoreBatch) -> int | Throttled:
+        """Begin to publish a batch; see ``Tier.submit_store``. Blocks that the remote is known to
+        have are ``Done``.
+        """
+        refusal, space = self._check(batch), self._space_of(batch.family)
+        if refusal is None and not space:
+            refusal = Throttled(Refusal.OPEN, 1.0)
+        if refusal is not None:
+            return self._refused("stores", len(batch.keys), refusal)
+        family, now = batch.family, self._clock()
+        size = family.length * family.shards
+        hashes = self._hashes(space, family, batch.keys)
+        caps = self.mover.state.caps
+        if caps is not None and size > caps.value_bytes_max:
+            return self._refused("stores", len(batch.keys), Throttled(Refusal.TOO_LARGE))
+        there = self._cache.look(hashes, now) == YES
+        rows = np.flatnonzero(~there)
+        store = _Batch(self._new_ticket(), batch, hashes, rows, [Done()] * len(batch.keys), now)
+        if not len(rows):
+            self.counts.add("stores_present", len(batch.keys))
+            return self._finish(store)
+        if (held := self._held_back(now)) is not None:
+            return self._refused("stores", len(batch.keys), held)
+        keys = [batch.keys[row] for row in rows.tolist()]
+        parents = batch.parent_keys or [b""] * len(batch.keys)
+        put = Put(
+            space,
+            family,
+            keys,
+            batch.places[rows],
+            np.ascontiguousarray(batch.checksums[rows]),
+            [parents[row] for row in rows.tolist()],
+        )
+        ticket = self._submit("put", put, WRITE_S, partial(self._stored, store))
+        if isinstance(ticket, Throttled):
+            return self._refused("stores", len(batch.keys), ticket)
+        self.counts.add("stores_present", len(batch.keys) - len(rows))
+        self._inner[store.ticket] = ticket
+        self._take(size * len(rows), len(rows))
+        return store.ticket
+
+    def submit_load(self, batch: LoadBatch) -> int | Throttled:
+        """Begin to load a batch, root first; see ``Tier.submit_load``. It ends at its first miss.
+
+        A load that would not end within ``batch.wait_s`` is not begun: ``Failed("timeout")``.
+        """
+        refusal, space = self._check(batch), self._space_of(batch.family)
+        if refusal is not None:
+            return self._refused("loads", len(batch.keys), refusal)
+        family, count = batch.family, len(batch.keys)
+        hashes, now = self._hashes(space, family, batch.keys), self._clock()
+        absent = np.flatnonzero(self._cache.look(hashes, now) == NO)
+        end = 0 if not space else int(absent[0]) if len(absent) else count
+        missing: list[Outcome] = [Missing()] * count
+        load = _Batch(self._new_ticket(), batch, hashes, np.arange(end), missing, now)
+        if not end:
+            return self._finish(load)
+        if self.estimate_s([(family, end)]) > batch.wait_s:
+            self.counts.add("loads_too_late", end)
+            load.outcomes[:end] = [Failed(Failure.TIMEOUT)] * end
+            return self._finish(load)
+        get = Get(space, family, batch.keys[:end], batch.places[:end])
+        ticket = self._submit("get", get, READ_S, partial(self._loaded, load))
+        if isinstance(ticket, Throttled):
+            return self._refused("loads", count, ticket)
+        self._inner[load.ticket] = ticket
+        return load.ticket
+
+    def cancel(self, ticket: int) -> None:
+        if (inner := self._inner.get(ticket)) is not None:
+            self.mover.cancel(inner)
+
+    def poll(self) -> list[Completion]:
+        if self._closed:
+            return []
+        if select.select([self._wake], [], [], 0)[0]:
+            os.eventfd_read(self._wake)
+        for answer in self.mover.poll():
+            self._answered(answer)
+        self._is_up = self.mover.state.up
+        self._look_after_breaker()
+        completions, self._completions = self._completions, []
+        return completions
+
+    def _check(self, batch: LoadBatch) -> Throttled | None:
+        """Return why no batch is taken now; None if one is."""
+        if len(batch.keys) > BATCH_BLOCKS_MAX:
+            raise ValueError(f"{len(batch.keys)} blocks, at most {BATCH_BLOCKS_MAX}")
+        check_places(batch.places, batch.family.length, self._regions, _PAGE_BYTES)
+        if self._draining:
+            return Throttled(Refusal.DRAINING)
+        return None if self.serving else Throttled(Refusal.OPEN, 1.0)
+
+    def _refused(self, what: str, blocks: int, why: Throttled) -> Throttled:
+        self.counts.add(f"{what}_refused_{why.reason}", blocks)
+        return why
+
+    def _held_back(self, now: float) -> Throttled | None:
+        """Return the bound that allows no store now."""
+        if wait_s := max(self._per_s.wait_s(now), self._requests.wait_s(now)):
+            return Throttled(Refusal.RATE, wait_s)
+        if wait_s := self._per_day.wait_s(now):
+            return Throttled(Refusal.QUOTA, wait_s)
+        return None
+
+    def _take(self, size: int, requests: int) -> None:
+        self._per_s.take(size)
+        self._per_day.take(size)
+        self._requests.take(requests)
+
+    def _new_ticket(self) -> int:
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        return ticket
+
+    def _finish(self, batch: _Batch) -> int:
+        """Complete a batch that needs no request; return its ticket."""
+        self._completions.append(Completion(batch.ticket, gather(batch.outcomes)))
+        os.eventfd_write(self._wake, 1)
+        return batch.ticket
+
+    # -- requests to the mover ---------------------------------------------------------------------
+
+    def _submit(
+        self, kind: str, request: Exists, deadline_s: float, ended: Callable[[Answer], None]
+    ) -> int | Throttled:
+        ticket = self.mover.submit(request, deadline_s)
+        if not isinstance(ticket, Throttled):
+            self._ended[ticket] = (kind, self._clock(), ended)
+            self.counts.add(f"{kind}_calls")
+            self.counts.add(f"{kind}_keys", len(request.keys))
+        return ticket
+
+    def _answered(self, answer: Answer) -> None:
+        found = self._ended.get(answer.ticket)
+        if found is None:
+            return
+        kind, began, ended = found
+        if answer.final:
+            del self._ended[answer.ticket]
+            seconds = self._clock() - began
+            self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+            if kind == "exists" and not failures(answer):
+                self._round_trip_s += _WEIGHT * (seconds - self._round_trip_s)
+            if kind == "probe":
+                self.breaker.probed(not failures(answer), self._clock())
+                return
+            self._judge(answer)
+        ended(answer)
+
+    def _judge(self, answer: Answer) -> None:
+        """Tell the breaker how a request ended; misses say nothing."""
+        found, now = failures(answer), self._clock()
+        if found:
+            for failure in found:
+                self.counts.add(f"failed_{failure}", 1)
+            self._trouble.append(str(found[0]))
+            self.breaker.failed(now)
+        elif any(isinstance(each, Done) for each in answer.outcomes):
+            self.breaker.succeeded(now)
+
+    def _look_after_breaker(self) -> None:
+        """Send the probe that may close the breaker, when it is due."""
+        now = self._clock()
+        if not self.breaker.probe_due(now) or self._draining or not self.mover.state.up:
+            return
+        key = hashlib.sha256(b"probe").digest()
+        request = Exists("0" * 32, BlockSpec(bytes(32), 0, 0, 1), [key])
+        ticket = self.mover.submit(request, EXISTS_S)
+        if isinstance(ticket, Throttled):
+            return
+        self.breaker.probe_began()
+        self.counts.add("breaker_probes")
+        self._ended[ticket] = ("probe", now, lambda answer: None)
+
+    # -- the ends of batches -----------------------------------------------------------------------
+
+    def _stored(self, store: _Batch, answer: Answer) -> None:
+        if not self._is_final(store, answer):
+            return
+        done = _are(answer.outcomes, Done)
+        family, now = store.batch.family, self._clock()
+        self._cache.note(store.hashes[store.rows[done]], True, now)
+        self.counts.add("stored_blocks", int(done.sum()))
+        self.counts.add("stored_bytes", int(done.sum()) * family.length * family.shards)
+        self._complete(store, answer)
+
+    def _loaded(self, load: _Batch, answer: Answer) -> None:
+        if not self._is_final(load, answer):
+            return
+        family, count, now = load.batch.family, len(load.batch.keys), self._clock()
+        done = _are(answer.outcomes, Done)
+        wrong = _are(answer.outcomes, Corrupt)
+        gone = ~done & ~np.array([_cancelled(each) for each in answer.outcomes])
+        first = int(gone.argmax()) if gone.any() else len(gone)
+        # Rows after the first miss were not asked for: only what failed is certainly away.
+        failed = np.flatnonzero(gone[: first + 1])
+        self._cache.note(load.hashes[load.rows[failed]], False, now)
+        self._cache.note(load.hashes[load.rows[done]], True, now)
+        size = int(done.sum()) * family.length * family.shards
+        if size:
+            speed = size / max(1e-6, now - load.began - self._round_trip_s / 2)
+            self._bytes_per_s += _WEIGHT * (speed - self._bytes_per_s)
+        self.counts.add("loaded_blocks", int(done.sum()))
+        self.counts.add("loaded_bytes", size)
+        if wrong.any():
+            self._remove_wrong(load, np.flatnonzero(wrong))
+        facts, parents = Facts.none(family, count), [b""] * count
+        for row in np.flatnonzero(done).tolist():
+            facts.present[row] = True
+            if answer.checksums is not None:
+                facts.checksums[row] = answer.checksums[row]
+            if answer.parents:
+                parents[row] = answer.parents[row]
+        self._complete(load, answer, facts, parents)
+
+    def _remove_wrong(self, load: _Batch, rows: I64) -> None:
+        """Delete blocks with wrong bytes, so that nobody reads them again."""
+        keys = [load.batch.keys[row] for row in rows.tolist()]
+        self.counts.add("corrupt_blocks", len(keys))
+        self._cache.note(load.hashes[rows], False, self._clock())
+        self._delete(load.batch.family, keys)
+
+    def _is_final(self, batch: _Batch, answer: Answer) -> bool:
+        if answer.final:
+            return True
+        if answer.copied:
+            self._completions.append(Completion(batch.ticket, [], final=False, released=True))
+        elif not batch.told:
+            batch.told = True
+            parts = [(outcome, batch.rows[rows]) for outcome, rows in gather(answer.outcomes)]
+            self._completions.append(Completion(batch.ticket, parts, final=False))
+        return False
+
+    def _complete(
+        self,
+        batch: _Batch,
+        answer: Answer,
+        facts: Facts | None = None,
+        parents: list[bytes] | None = None,
+    ) -> None:
+        self._inner.pop(batch.ticket, None)
+        for row, outcome in zip(batch.rows.tolist(), answer.outcomes, strict=True):
+            elsewhere = isinstance(outcome, Corrupt) and outcome.where != "source"
+            batch.outcomes[row] = Corrupt("remote") if elsewhere else outcome
+        parts = gather(batch.outcomes)
+        self._completions.append(
+            Completion(batch.ticket, parts, facts=facts, parent_keys=parents or [])
+        )
+
+    # -- lookup, removal ---------------------------------------------------------------------------
+
+    def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+        """Return what the existence cache knows; ``asking`` marks what it does not know."""
+        facts = Facts.none(family, len(keys))
+        space = self._space_of(family) if len(keys) and self.serving else ""
+        if not space:
+            return facts
+        states = self._cache.look(self._hashes(space, family, keys), self._clock())
+        return Facts(
+            states == YES, facts.checksums, facts.sequences, facts.parents, states == UNKNOWN
+        )
+
+    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
+        """Answer a lookup from the existence cache; ask the remote about the first run of unknown
+        keys, merged with the lookups that ask already.
+
+        A chain is there up to some key: blocks before a known one count as present, those after
+        an absent one as absent. A hole shows when it is read.
+        """
+        facts = Facts.none(family, len(keys))
+        space = self._space_of(family) if len(keys) and self.serving else ""
+        if not space:
+            return facts
+        hashes = self._hashes(space, family, keys)
+        states = self._cache.look(hashes, self._clock())
+        low, high = unknown(states)
+        present = states == YES
+        present[:low] = True
+        self.counts.add("cache_hits", int(np.count_nonzero(states)))
+        self.counts.add("cache_misses", high - low)
+        asking = None
+        if low < high and self._searches.begin(
+            family, space, list(keys[low:high]), hashes[low:high]
+        ):
+            asking = np.zeros(len(keys), np.bool_)
+            asking[low:high] = True
+        return Facts(present, facts.checksums, facts.sequences, facts.parents, asking)
+
+    def _submit_exists(self, request: Exists, ended: Callable[[Answer], None]) -> bool:
+        return not isinstance(self._submit("exists", request, EXISTS_S, ended), Throttled)
+
+    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
+        """Return the end of a round: a shared tier's contents are not listed."""
+        return 0, []
+
+    def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
+        """Do nothing: other daemons use the blocks, too."""
+        return 0
+
+    def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
+        """Do nothing, as ``forget``."""
+        return None
+
+    def _delete(self, family: BlockSpec, keys: list[bytes]) -> None:
+        if space := self._space_of(family):
+            self._submit("delete", Delete(space, family, keys), WRITE_S, lambda answer: None)
+
+    def take_evicted(self) -> list[Evicted]:
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
+        """Do nothing: what the fleet stores is bounded at the remote."""
+
+    def _hashes(self, space: str, family: BlockSpec, keys: Sequence[bytes]) -> _U64:
+        name = (space, family.length, family.shards)
+        start = self._starts.get(name)
+        if start is None:
+            if len(self._starts) >= _SPACES_MAX:
+                self._starts.clear()
+            digest = hashlib.sha256(repr(name).encode()).digest()
+            start = self._starts[name] = int.from_bytes(digest[:8], "little")
+        return self._hasher.hashes(keys, start)
+
+    # -- status ------------------------------------------------------------------------------------
+
+    @property
+    def loads_of_the_dead(self) -> bool:
+        return not self.mover.state.alone
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks known here: 0, because nobody counts a shared tier's."""
+        return 0
+
+    def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
+        size = sum(spec.length * spec.shards * blocks for spec, blocks in loads)
+        return self._round_trip_s + size / self._bytes_per_s
+
+    def problems(self) -> Mapping[Kind, str]:
+        """Return the remote's problem, one at most."""
+        state = self.mover.state
+        if state.up:
+            self._up_at = self._clock()
+        elif self._clock() - self._up_at > START_S:
+            reason = state.problem or "its helper process does not run; see the log"
+            return {Kind(self.label, "down", REMOTE): f"remote {self.label}: {reason}"}
+        if self.breaker.is_open:
+            why = self._trouble[-1] if self._trouble else "no answer"
+            text = f"remote {self.label}: requests fail ({why}); it is tried again by itself"
+            return {Kind(self.label, "open", REMOTE): text}
+        if state.up and state.problem:
+            text = f"remote {self.label}: {state.problem}"
+            return {Kind(self.label, "misconfigured", REMOTE): text}
+        return {}
+
+    def remote_figures(self) -> list[RemoteFigures]:
+        state, kinds = self.mover.state, [kind for kind, _, _ in self._ended.values()]
+        now = RemoteFigures(
+            name=self.label,
+            problem=next(iter(self.problems().values()), ""),
+            breaker_open=self.breaker.is_open,
+            mover_up=state.up,
+            mover_restarts=state.restarts,
+            staging_bytes=state.staging_bytes,
+            staging_free_bytes=state.staging_free_bytes,
+            cache_entries=self._cache.entries(self._clock()),
+            cache_entries_max=self._cache.entries_max,
+            asking=len(self._searches),
+            reading=kinds.count("get"),
+            writing=kinds.count("put"),
+            round_trip_s=self._round_trip_s,
+            read_bytes_per_s=self._bytes_per_s,
+            cost=self._cost(),
+            counts={
+                **self.counts.values,
+                "breaker_openings": self.breaker.openings,
+                **{f"mover_{name}": count for name, count in state.counts.items()},
+            },
+            seconds=dict(self._seconds),
+        )
+        return [now]
+
+    def _cost(self) -> float:
+        counts, prices = self.counts, self._prices
+        reads = counts["get_keys"] + counts["exists_keys"] + counts["delete_keys"]
+        requests = counts["put_keys"] * prices.put + reads * prices.get
+        return requests / 1e6 + counts["loaded_bytes"] / (1 << 30) * prices.gib
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def drain(self, deadline_s: float) -> bool:
+        self._draining = True
+        end = self._clock() + deadline_s
+        drained = self.mover.drain(deadline_s)
+        while self._ended and self._clock() < end:
+            for answer in self.mover.poll():
+                self._answered(answer)
+            time.sleep(0.001)
+        return drained and not self._ended
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.mover.close()
+            self._events.close()
+            os.close(self._wake)
+
+
+def _cancelled(outcome: Outcome) -> bool:
+    return outcome == Failed(Failure.CANCELLED) or isinstance(outcome, Throttled)
+
+
+def _are(outcomes: Sequence[Outcome], kind: type[Outcome]) -> npt.NDArray[np.bool_]:
+    return np.array([isinstance(each, kind) for each in outcomes], np.bool_)

@@ -1,0 +1,155 @@
+"""A mover over a bucket that misbehaves: every fault has its outcome, no wrong byte, no hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.bad_bucket import BadBucket, bad_bucket
+from support.movers import DEADLINE_S, MoverDesk, kinds, mover_desk
+from support.tiers import family
+
+pytest.importorskip("obstore")
+OF = family(length=300_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("secret") / "s3"
+    path.write_text("id\nsecret\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(secret: Path) -> Iterator[tuple[BadBucket, MoverDesk]]:
+    with bad_bucket() as bucket, mover_desk(f"{bucket.url}&secret_file={secret}") as desk:
+        desk.up()
+        assert kinds(desk.put(range(4), OF)) == ["Done"] * 4
+        yield bucket, desk
+
+
+@pytest.fixture(autouse=True)
+def good_again(served: tuple[BadBucket, MoverDesk]) -> Iterator[None]:
+    bucket, desk = served
+    yield
+    bucket.mode = ""
+    desk.until(lambda: desk.mover.state.up and not desk.mover.state.problem)
+    assert kinds(desk.get(range(4), OF)) == ["Done"] * 4
+
+
+def test_values_have_the_names_of_the_prefix(served: tuple[BadBucket, MoverDesk]) -> None:
+    bucket, _ = served
+    assert all(path.startswith("/bucket/p/1/") for path in bucket.values)
+
+
+@pytest.mark.parametrize(
+    ("mode", "outcome"),
+    [
+        ("403", "Failed denied"),
+        ("404", "Failed denied"),
+        ("429", "Failed io"),
+        ("500", "Failed io"),
+        ("503", "Failed io"),
+        ("reset", "Failed unreachable"),
+        ("truncated", "Failed unreachable"),
+        ("short", "Corrupt remote"),
+        ("flipped", "Corrupt remote"),
+        ("endless_said_right", "Corrupt remote"),
+    ],
+)
+def test_bad_answers_to_a_read(
+    served: tuple[BadBucket, MoverDesk], mode: str, outcome: str
+) -> None:
+    bucket, desk = served
+    bucket.mode = mode
+    assert kinds(desk.get(range(3), OF)) == [outcome] * 3
+
+
+def test_a_wrong_object_is_found(served: tuple[BadBucket, MoverDesk]) -> None:
+    bucket, desk = served
+    bucket.mode = "wrong_object"
+    assert set(kinds(desk.get(range(3), OF))) <= {"Corrupt remote", "Missing"}
+
+
+@pytest.mark.parametrize("mode", ["stall", "trickle", "endless"])
+def test_a_read_that_does_not_end_is_told_by_its_deadline(
+    served: tuple[BadBucket, MoverDesk], mode: str
+) -> None:
+    bucket, desk = served
+    kills = desk.mover.state.counts.get("kills", 0)
+    bucket.mode = mode
+    request = desk.get_request(range(3), OF)
+    began = time.monotonic()
+    answer = desk.final(desk.mover.submit(request, 0.4))
+    assert time.monotonic() - began < 3.0
+    assert set(kinds(answer)) <= {"Failed timeout", "Failed io", "Failed unreachable"}
+    assert (desk.slot(request.places[0, 0], OF.length) == 0xEE).all()
+    assert desk.mover.state.counts.get("kills", 0) == kills, "the library keeps this deadline"
+
+
+@pytest.mark.parametrize(
+    ("mode", "outcome"),
+    [("403", "Failed denied"), ("404", "Failed denied"), ("500", "Failed io")],
+)
+def test_bad_answers_to_a_write(
+    served: tuple[BadBucket, MoverDesk], mode: str, outcome: str
+) -> None:
+    bucket, desk = served
+    bucket.mode = mode
+    assert kinds(desk.put([50, 51], OF)) == [outcome] * 2
+    bucket.mode = ""
+    desk.up()
+    assert kinds(desk.exists([50, 51], OF)) == ["Missing"] * 2
+
+
+def test_a_stalled_write_frees_its_slots_at_once(served: tuple[BadBucket, MoverDesk]) -> None:
+    bucket, desk = served
+    bucket.mode = "stall"
+    ticket = desk.mover.submit(desk.put_request([60], OF), 0.5)
+    desk.until(lambda: [each for each in desk.answers if each.ticket == ticket and each.copied])
+    assert kinds(desk.final(ticket)) == ["Failed timeout"]
+
+
+def test_a_server_without_conditional_writes(served: tuple[BadBucket, MoverDesk]) -> None:
+    bucket, desk = served
+    bucket.mode = "no_create"
+    assert kinds(desk.put([70], OF)) == ["Done"]
+    assert kinds(desk.get([70], OF)) == ["Done"]
+
+
+def test_what_is_there_is_not_replaced(served: tuple[BadBucket, MoverDesk]) -> None:
+    bucket, desk = served
+    before = dict(bucket.values)
+    assert kinds(desk.put(range(2), OF)) == ["Done"] * 2
+    assert all(bucket.values[path] == value for path, value in before.items())
+
+
+def test_nobody_there_is_unreachable(secret: Path) -> None:
+    with bad_bucket() as bucket:
+        url = bucket.url
+    with mover_desk(f"{url}&secret_file={secret}") as desk:
+        desk.until(lambda: "cannot be reached" in desk.mover.state.problem)
+        assert kinds(desk.get([0], OF)) == ["Failed unreachable"]
+
+
+@pytest.mark.parametrize(("mode", "text"), [("404", "bucket exists"), ("403", "secret")])
+def test_a_missing_bucket_and_a_wrong_secret_are_named(secret: Path, mode: str, text: str) -> None:
+    with bad_bucket() as bucket:
+        bucket.mode = mode
+        with mover_desk(f"{bucket.url}&secret_file={secret}") as desk:
+            desk.until(lambda: text in desk.mover.state.problem)
+            assert kinds(desk.get([0], OF)) == ["Failed denied"]
+            assert kinds(desk.exists([0], OF)) == ["Failed denied"]
+            bucket.mode = ""
+            desk.up()
+            assert kinds(desk.exists([0], OF)) == ["Missing"]
+
+
+def test_secrets_are_not_on_the_command_line(served: tuple[BadBucket, MoverDesk]) -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    lines = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
+    assert b"fleet key" not in lines
+    assert DEADLINE_S

@@ -1,0 +1,106 @@
+"""``kvhearth remote`` and the doctor's probe, on a directory and a bucket that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.bad_bucket import bad_bucket
+from support.movers import SPACE, mover_desk
+
+from kvhearth_server.cli.app import run
+from kvhearth_server.cli.machine import Machine
+from kvhearth_server.tiers.remote.lifecycle import lifecycle_rule
+from kvhearth_server.tiers.remote.url import parse_remote
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a directory with four blocks, of which one is old, and an object of others."""
+    path = tmp_path / "remote"
+    path.mkdir()
+    with mover_desk(f"file://{path}") as desk:
+        desk.up().put(range(4))
+    old = sorted((path / "1" / SPACE).iterdir())[0]
+    os.utime(old, (1_000_000_000, 1_000_000_000))
+    (path / "theirs.txt").write_text("somebody else's")
+    (path / "1" / "notes").write_text("somebody else's")
+    (path / "1" / "probe-0123").write_text("left behind")
+    os.utime(path / "1" / "probe-0123", (1_000_000_000, 1_000_000_000))
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert run([*words, "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["remotes"]
+    assert isinstance(report, dict)
+    return report
+
+
+def blocks(folder: Path) -> int:
+    place = folder / "1" / SPACE
+    return len(list(place.iterdir())) if place.is_dir() else 0
+
+
+def test_usage_by_space(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = said(capsys, "remote", "usage", "--remote", f"file://{folder}")
+    spaces = report["spaces"]
+    assert isinstance(spaces, dict)
+    assert list(spaces) == [SPACE]
+    assert spaces[SPACE]["objects"] == 4
+    assert (report["foreign"], report["bytes"]) == (1, spaces[SPACE]["bytes"])
+    assert run(["remote", "usage", "--remote", f"file://{folder}"]) == 0
+
+
+def test_sweep_removes_old_blocks_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("remote", "sweep", "--older-than", "7d", "--remote", f"file://{folder}")
+    assert said(capsys, *words)["removed"] == 1
+    assert blocks(folder) == 3
+    assert said(capsys, *words)["removed"] == 0
+    assert not (folder / "1" / "probe-0123").exists()
+    assert (folder / "1" / "notes").exists()
+
+
+def test_purge_leaves_what_others_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("remote", "purge", "--remote", f"file://{folder}")
+    assert run(list(words)) == 2, "without --yes"
+    assert blocks(folder) == 4
+    assert said(capsys, *words, "--yes", "--space", "0" * 32)["removed"] == 0
+    assert said(capsys, *words, "--yes")["removed"] == 4
+    assert blocks(folder) == 0
+    assert (folder / "theirs.txt").exists()
+    assert (folder / "1" / "notes").exists()
+    assert (folder / "1" / "fleet").exists()
+
+
+def test_a_remote_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["remote", "usage"]) == 2
+    assert "--remote URL" in capsys.readouterr().err
+    assert run(["remote", "usage", "--remote", "file:///none/such"]) == 1
+    assert "no directory" in capsys.readouterr().err
+
+
+def test_the_doctor_probes(tmp_path: Path) -> None:
+    machine = Machine()
+    assert machine.remote_problem(parse_remote(f"file://{tmp_path}"), b"key" * 9) == ""
+    assert "another key" in machine.remote_problem(parse_remote(f"file://{tmp_path}"), b"k" * 32)
+    secret = tmp_path / "secret"
+    secret.write_text("id\nsecret\n")
+    with bad_bucket() as bucket:
+        bucket.mode = "404"
+        url = parse_remote(f"{bucket.url}&secret_file={secret}")
+        assert "bucket exists" in machine.remote_problem(url, b"k" * 32)
+
+
+def test_a_rule_for_each_kind_of_bucket() -> None:
+    rule = lifecycle_rule(parse_remote("s3://bucket/a/b?ttl=3d"))
+    assert "--bucket bucket" in rule
+    text = rule.partition("--lifecycle-configuration ")[2].strip("'")
+    (found,) = json.loads(text)["Rules"]
+    assert (found["Filter"], found["Expiration"]) == ({"Prefix": "a/b/1/"}, {"Days": 3})
+    assert '"age": 7' in lifecycle_rule(parse_remote("gs://bucket"))
+    assert "c/1/" in lifecycle_rule(parse_remote("az://c?account=a"))

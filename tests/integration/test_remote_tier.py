@@ -1,0 +1,160 @@
+"""Daemons that share a remote tier: what one stores, another one or its successor loads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cached import CachedEngine, cached_engine
+from support.daemon import Daemon, stopped_daemon, until
+from support.http_door import ANY_PORT, ask, scraped
+from support.ssd_kit import SSD, new_keys
+
+ALL = {"remote_write": "all"}
+
+
+@contextlib.contextmanager
+def sharer(folder: Path, **settings: object) -> Iterator[Daemon]:
+    """A daemon without durable memory that shares a scripted remote."""
+    with stopped_daemon(arena=False, **{**ALL, **settings}) as daemon:
+        daemon.remotes = [folder]
+        daemon.start()
+        yield daemon
+        daemon.wait_quiet()
+
+
+def published(daemon: Daemon, blocks: int) -> None:
+    """Wait until a daemon has published so many blocks."""
+    until(lambda: daemon.counters()["published_blocks"] >= blocks, "blocks are published")
+
+
+def loaded(engine: CachedEngine, keys: list[bytes]) -> int:
+    """Load keys, which may wait for the remote; return the blocks that came."""
+    return int(engine.load(keys, wait_s=5.0).loaded.sum())
+
+
+@pytest.mark.parametrize("ssd", [False, True])
+def test_an_empty_daemon_loads_what_an_earlier_one_published(tmp_path: Path, ssd: bool) -> None:
+    keys = new_keys(40)
+    more = {**SSD, "ssd_dirs": [f"{tmp_path}/ssd=32MiB"]} if ssd else {}
+    (remote := tmp_path / "remote").mkdir()
+    with sharer(remote, **more) as daemon, cached_engine(daemon.url()) as engine:
+        engine.store(keys)
+        published(daemon, len(keys))
+    with sharer(remote) as daemon, cached_engine(daemon.url()) as engine:
+        assert loaded(engine, keys) == len(keys)
+        assert loaded(engine, new_keys(3)) == 0
+
+
+@contextlib.contextmanager
+def pair(folder: Path, **settings: object) -> Iterator[tuple[Daemon, Daemon]]:
+    """Two running daemons that share a directory as their remote."""
+    folder.mkdir(exist_ok=True)
+    shared = {"remote": f"file://{folder}", "remote_staging": "8MiB", **ALL, **settings}
+    with (
+        stopped_daemon(arena=False, **shared) as one,
+        stopped_daemon(arena=False, **shared) as other,
+    ):
+        for daemon in (one, other):
+            daemon.start()
+        yield one, other
+        for daemon in (one, other):
+            daemon.wait_quiet()
+
+
+def comes(daemon: Daemon, keys: list[bytes]) -> None:
+    """Wait until a daemon's engine loads all keys, each byte compared."""
+    with cached_engine(daemon.url()) as engine:
+        until(lambda: loaded(engine, keys) == len(keys), "all blocks come")
+
+
+def test_one_daemon_loads_what_another_one_published(tmp_path: Path) -> None:
+    keys = new_keys(40)
+    with pair(tmp_path / "shared") as (one, other):
+        with cached_engine(one.url()) as engine:
+            engine.store(keys)
+            published(one, len(keys))
+        comes(other, keys)
+        with cached_engine(other.url()) as engine:
+            assert loaded(engine, new_keys(3)) == 0
+        assert other.counters()["remote_keys"] >= len(keys)
+        one.kill()
+        one.start()
+        comes(one, keys)
+
+
+def test_blocks_are_published_when_they_are_used_again(tmp_path: Path) -> None:
+    keys = new_keys(20)
+    with pair(tmp_path / "shared", remote_write="reuse") as (one, other):
+        with cached_engine(one.url()) as engine:
+            engine.store(keys)
+            assert loaded(engine, keys) == len(keys)
+            assert one.counters()["published_blocks"] == 0
+            assert loaded(engine, keys) == len(keys)
+            published(one, len(keys))
+        comes(other, keys)
+
+
+def test_a_fleet_finds_blocks_by_its_key_and_the_label_of_the_weights(tmp_path: Path) -> None:
+    keys, (key, other_key) = new_keys(8), (tmp_path / "key", tmp_path / "other")
+    for path, text in ((key, "a" * 64), (other_key, "b" * 64)):
+        path.write_text(text)
+        path.chmod(0o600)
+    with (
+        pair(tmp_path / "shared", remote_fleet_key_file=str(key)) as (one, other),
+        cached_engine(one.url()) as engine,
+        cached_engine(other.url()) as foreign,
+    ):
+        assert engine.client.bump_epoch(label="step 1") > 0
+        engine.store(keys)
+        published(one, len(keys))
+        assert loaded(foreign, keys) == 0, "it has the first weights"
+        assert foreign.client.bump_epoch(label="step 1") > 0
+        until(lambda: loaded(foreign, keys) == len(keys), "it has the same weights")
+        assert foreign.client.bump_epoch() > 0
+        assert loaded(foreign, keys) == 0, "weights without a label"
+    # A directory of another fleet is refused, or at least none of its blocks is found.
+    with (
+        pair(tmp_path / "shared", remote_fleet_key_file=str(other_key)) as (one, _),
+        cached_engine(one.url()) as engine,
+    ):
+        assert engine.client.bump_epoch(label="step 1") > 0
+        assert loaded(engine, keys) == 0
+
+
+def test_an_engine_keeps_its_label_over_a_cold_start_of_its_daemon(tmp_path: Path) -> None:
+    keys, first = new_keys(8), new_keys(8)
+    with pair(tmp_path / "shared") as (one, other):
+        with cached_engine(other.url()) as engine:
+            engine.store(first)
+            published(other, len(first))
+        with cached_engine(one.url()) as engine:
+            assert engine.client.bump_epoch(label="step 7") > 0
+            engine.store(keys)
+            published(one, len(keys))
+            boot_id = engine.client.boot_id
+            one.kill()
+            one.start()
+            until(lambda: engine.client.boot_id not in ("", boot_id), "it attaches again")
+            until(lambda: loaded(engine, keys) == len(keys), "blocks of its weights come")
+            assert loaded(engine, first) == 0, "blocks of the first weights do not"
+
+
+def test_a_remote_that_is_not_there_costs_nothing_and_is_told(tmp_path: Path) -> None:
+    keys = new_keys(8)
+    missing = f"file://{tmp_path}/missing/deep"
+    with stopped_daemon(arena=False, remote=missing, http=ANY_PORT, **ALL) as daemon:
+        daemon.start()
+        with cached_engine(daemon.url()) as engine:
+            engine.store(keys)
+            assert loaded(engine, keys) == len(keys)
+            found = engine.client.lookup({0: new_keys(512)}, lease=False)
+            assert not found.reason
+            assert not found.eta_us
+        until(lambda: "remote.degraded" in daemon.log_text(), "the log tells")
+        ready = ask(daemon, "/readyz?verbose")
+        assert ready.status == 200
+        assert f"[!]remote {missing}".encode() in ready.body
+        assert f'kvhearth_remote_up{{remote="{missing}"}} 0' in scraped(daemon)

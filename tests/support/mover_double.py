@@ -1,0 +1,241 @@
+"""A mover without a helper process, whose remote is a dictionary or a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from kvhearth.model import CHECKSUM_BYTES, U8
+from kvhearth_server.config.load import Settings
+from kvhearth_server.tier_startup import TierKind, remote_limits
+from kvhearth_server.tiers.base import (
+    BlockSpec,
+    Corrupt,
+    Done,
+    Failed,
+    Missing,
+    Outcome,
+    Refusal,
+    Throttled,
+)
+from kvhearth_server.tiers.remote.mover import (
+    Answer,
+    Caps,
+    Delete,
+    Exists,
+    Get,
+    MoverState,
+    Put,
+)
+from kvhearth_server.tiers.remote.tier import RemoteTier
+
+
+@dataclass
+class Value:
+    """A block at the remote: ``content`` is (shards, length)."""
+
+    length: int
+    shards: int
+    content: bytes
+    sums: bytes
+    parent: bytes
+
+
+def scripted_remote(folder: str) -> TierKind:
+    """Return the kind of a remote whose values are files in a folder."""
+
+    def opened(settings: Settings, regions: Sequence[U8], _: bool) -> RemoteTier:
+        mover, limits = ScriptedMover(regions, Path(folder)), remote_limits(settings)
+        return RemoteTier(mover, regions, f"scripted://{folder}", b"k" * 32, limits)
+
+    return TierKind(lambda _: True, opened, shared=True)
+
+
+class ScriptedMover:
+    """Does each request at the next ``poll``.
+
+    Args:
+        regions: the bytes of each arena segment.
+        folder: keeps the values in files, which other movers find; by default in memory.
+
+    Attributes:
+        held: no request ends.
+        copies: tells of puts that their bytes are copied before they end.
+        refusal: what requests get instead of a ticket.
+        failure: how requests end instead, after ``poll``.
+        requests: all requests so far.
+    """
+
+    def __init__(self, regions: Sequence[U8], folder: Path | None = None) -> None:
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.held = False
+        self.up, self.problem = True, ""
+        self.caps = Caps(1 << 30, evicts=False, durable=True, creates_once=True)
+        self.refusal: Throttled | None = None
+        self.failure: Failed | None = None
+        self.requests: list[Exists] = []
+        self.values: dict[tuple[str, bytes], Value] = {}
+        self.staging_free_bytes = 1 << 20
+        self._regions, self._folder = list(regions), folder
+        self._waiting: list[tuple[int, Exists]] = []
+        self.copies = False
+        self._copied: set[int] = set()
+        self._cancelled: set[int] = set()
+        self._next = 1
+        self._draining = False
+
+    def submit(self, request: Exists, deadline_s: float) -> int | Throttled:
+        """See ``Mover.submit``."""
+        if self._draining:
+            return Throttled(Refusal.DRAINING)
+        if self.refusal is not None:
+            return self.refusal
+        self.requests.append(request)
+        ticket, self._next = self._next, self._next + 1
+        self._waiting.append((ticket, request))
+        os.eventfd_write(self.event_fd, 1)
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        """See ``Mover.cancel``."""
+        self._cancelled.add(ticket)
+
+    def poll(self) -> list[Answer]:
+        """See ``Mover.poll``."""
+        if self.copies:
+            fresh = [ticket for ticket, request in self._waiting if isinstance(request, Put)]
+            fresh = [ticket for ticket in fresh if ticket not in self._copied]
+            self._copied.update(fresh)
+            if fresh:
+                return [Answer(ticket, [], final=False, copied=True) for ticket in fresh]
+        if self.held or not self._waiting:
+            return []
+        os.eventfd_read(self.event_fd)
+        waiting, self._waiting = self._waiting, []
+        return [self._answer(ticket, request) for ticket, request in waiting]
+
+    @property
+    def state(self) -> MoverState:
+        """See ``Mover.state``."""
+        free = self.staging_free_bytes
+        return MoverState(self.up, self.problem, self.caps, 0, 1 << 20, free, {})
+
+    def using_slots(self) -> list[Get]:
+        """Return the requests that read or write slots."""
+        return [
+            request
+            for ticket, request in self._waiting
+            if isinstance(request, Get) and ticket not in self._copied
+        ]
+
+    @property
+    def calls(self) -> int:
+        """Number of requests that ask whether keys are there."""
+        return sum(type(each) is Exists for each in self.requests)
+
+    def drain(self, deadline_s: float) -> bool:
+        """See ``Mover.drain``."""
+        self._draining = True
+        return not self.held
+
+    def close(self) -> None:
+        """See ``Mover.close``."""
+        os.close(self.event_fd)
+
+    # -- the remote --------------------------------------------------------------------------------
+
+    def _answer(self, ticket: int, request: Exists) -> Answer:
+        count, family = len(request.keys), request.family
+        sums = np.zeros((count, family.shards), f"V{CHECKSUM_BYTES}")
+        parents = [b""] * count
+        if ticket in self._cancelled or self.failure is not None:
+            ended = self.failure or Failed("cancelled")
+            return Answer(ticket, [ended] * count, checksums=sums, parents=parents)
+        outcomes: list[Outcome] = []
+        for row, key in enumerate(request.keys):
+            if isinstance(request, Put):
+                outcomes.append(self._put(request, row))
+            elif isinstance(request, Get):
+                after = bool(outcomes) and isinstance(outcomes[-1], Missing)
+                found = None if after else self.value(request.space, key, family)
+                outcomes.append(Missing() if found is None else self._get(request, row, found))
+                if found is not None:
+                    sums[row] = np.frombuffer(found.sums, sums.dtype)
+                    parents[row] = found.parent
+            elif isinstance(request, Delete):
+                self.drop(request.space, key)
+                outcomes.append(Done())
+            else:
+                there = self._find(request.space, key) is not None
+                outcomes.append(Done() if there else Missing())
+        if isinstance(request, Get) and not isinstance(request, Put):
+            return Answer(ticket, outcomes, checksums=sums, parents=parents)
+        return Answer(ticket, outcomes)
+
+    def _put(self, request: Put, row: int) -> Outcome:
+        length, parts = request.family.length, []
+        for shard in range(request.family.shards):
+            place = request.places[row, shard]
+            data = self._regions[int(place["region"])][int(place["offset"]) :][:length].tobytes()
+            if xxhash.xxh3_128_digest(data) != request.checksums[row, shard].tobytes():
+                return Corrupt("source")
+            parts.append(data)
+        sums, parent = request.checksums[row].tobytes(), request.parents[row]
+        value = Value(length, request.family.shards, b"".join(parts), sums, parent)
+        self.keep(request.space, request.keys[row], value)
+        return Done()
+
+    def _get(self, request: Get, row: int, found: Value) -> Outcome:
+        for shard in range(found.shards):
+            data = found.content[shard * found.length :][: found.length]
+            place = request.places[row, shard]
+            room = self._regions[int(place["region"])][int(place["offset"]) :][: found.length]
+            room[:] = np.frombuffer(data, np.uint8)
+            if xxhash.xxh3_128_digest(data) != found.sums[16 * shard :][:16]:
+                return Corrupt("tier")
+        return Done()
+
+    def value(self, space: str, key: bytes, family: BlockSpec) -> Value | None:
+        """Return a value of this shape."""
+        found = self._find(space, key)
+        whole = found is not None and (found.length, found.shards) == (family.length, family.shards)
+        return found if whole else None
+
+    def keep(self, space: str, key: bytes, value: Value) -> None:
+        """Store a value as it is."""
+        if self._folder is None:
+            self.values[space, key] = value
+            return
+        head = [value.length, value.shards, value.sums.hex(), value.parent.hex()]
+        path = self._path(space, key)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(json.dumps(head).encode() + b"\n" + value.content)
+        fresh.rename(path)
+
+    def drop(self, space: str, key: bytes) -> None:
+        """Remove a value if it is there."""
+        if self._folder is None:
+            self.values.pop((space, key), None)
+        else:
+            self._path(space, key).unlink(missing_ok=True)
+
+    def _find(self, space: str, key: bytes) -> Value | None:
+        if self._folder is None:
+            return self.values.get((space, key))
+        try:
+            head, _, content = self._path(space, key).read_bytes().partition(b"\n")
+        except FileNotFoundError:
+            return None
+        length, shards, sums, parent = json.loads(head)
+        return Value(length, shards, content, bytes.fromhex(sums), bytes.fromhex(parent))
+
+    def _path(self, space: str, key: bytes) -> Path:
+        assert self._folder is not None
+        return self._folder / hashlib.sha256(space.encode() + key).hexdigest()

@@ -1,0 +1,311 @@
+"""Publishing to remotes and loading from them, over a core with real bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.core_kit import key, keys
+from support.mover_double import ScriptedMover
+from support.tier_rig import TierRig
+
+from kvhearth.errors import Reason
+from kvhearth.model import Tier
+from kvhearth_server.core.publishing import PublishPolicy
+from kvhearth_server.core.slot_table import CopyState
+from kvhearth_server.tiers.base import Failed, Throttled
+from kvhearth_server.tiers.remote.mover import Put
+
+ALL, REUSE, NEVER = PublishPolicy.ALL, PublishPolicy.REUSE, PublishPolicy.NEVER
+
+
+def put_keys(mover: ScriptedMover) -> list[bytes]:
+    """Return the keys of all puts, in order."""
+    return [key for each in mover.requests if isinstance(each, Put) for key in each.keys]
+
+
+def rest(rig: TierRig) -> None:
+    """Run turns until nothing waits, nothing is published and nothing is loaded."""
+    for _ in range(50):
+        if not rig.core.publishing.waiting:
+            break
+        rig.now += 0.01
+        rig.turn()
+    rig.settle()
+
+
+def use(rig: TierRig, session: int, named: list[bytes]) -> None:
+    """Look blocks up with a lease, and release it."""
+    lease_id = rig.fresh_id = getattr(rig, "fresh_id", 0) + 1  # type: ignore[attr-defined]
+    rig.lookup(session, named, lease_id=lease_id)
+    rig.core.reading.release(session, [lease_id])
+    rest(rig)
+
+
+def known(rig: TierRig, session: int, named: list[bytes]) -> list[int]:
+    """Look blocks up until nothing is being asked; return their tiers."""
+    for _ in range(20):
+        found = rig.lookup(session, named)
+        if not found.asking:
+            return found.groups[0].tiers.tolist()
+        rig.turn()
+    raise AssertionError("never known")
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_the_second_use_publishes_a_chain_parents_first(local: bool) -> None:
+    rig = TierRig(local=local, remotes=1)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(*range(8)))
+    rig.turn(3)
+    use(rig, session, keys(*range(8)))
+    assert put_keys(mover) == []
+    use(rig, session, keys(*range(6)))
+    assert put_keys(mover) == keys(*range(6))
+    puts = [each for each in mover.requests if isinstance(each, Put)]
+    assert [parent for each in puts for parent in each.parents] == [b"", *keys(*range(5))]
+    use(rig, session, keys(*range(8)))
+    assert put_keys(mover) == keys(*range(8))
+    for _ in range(3):
+        use(rig, session, keys(*range(8)))
+    assert put_keys(mover) == keys(*range(8)), "each once"
+    assert rig.count_of("published_blocks") == 8
+
+
+def test_a_block_is_published_after_those_before_it() -> None:
+    rig = TierRig(local=False, remotes=1)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(*range(8)))
+    for _ in range(2):
+        use(rig, session, keys(5))
+    assert put_keys(mover) == keys(*range(6))
+
+
+def test_policies() -> None:
+    for policy, wanted in ((ALL, keys(*range(4))), (NEVER, [])):
+        rig = TierRig(local=False, remotes=1, policy=policy)
+        session, (mover,) = rig.attach(), rig.movers
+        rig.put(session, keys(*range(4)))
+        rig.turn(4)
+        for _ in range(3):
+            use(rig, session, keys(*range(4)))
+        assert put_keys(mover) == wanted
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_publishing_does_not_hold_eviction_back(copies: bool) -> None:
+    rig = TierRig(slabs=2, local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    mover.held, mover.copies = True, copies
+    for number in range(200):
+        rig.put(session, [key(number)])
+        rig.turn()
+    in_use = sum(len(each.keys) for each in mover.using_slots())
+    assert in_use <= (0 if copies else 3)
+    assert len(put_keys(mover)) < 200
+    mover.held = False
+    rest(rig)
+
+
+@pytest.mark.parametrize("reason", ["open", "rate"])
+def test_a_remote_that_refuses_for_a_moment_gets_the_blocks_later(reason: str) -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    mover.refusal = Throttled(reason, 0.5)  # type: ignore[arg-type]
+    rig.put(session, keys(*range(4)))
+    rig.turn(4)
+    assert rig.core.publishing.waiting == 4
+    assert 0 < rig.tiering.pause_s() <= 0.5
+    mover.refusal = None
+    rig.now += 0.6
+    rig.turn(4)
+    assert put_keys(mover) == keys(*range(4))
+
+
+def test_what_finds_no_staging_is_left_out_with_all_behind_it_until_it_is_used() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    mover.refusal = Throttled("queue")  # type: ignore[arg-type]
+    rig.put(session, keys(*range(4)))
+    rig.turn(4)
+    assert (rig.core.publishing.waiting, rig.count_of("publish_skipped", "queue")) == (0, 4)
+    mover.refusal = None
+    rig.turn(4)
+    assert put_keys(mover) == []
+    use(rig, session, keys(3))
+    assert put_keys(mover) == keys(*range(4))
+
+
+def test_a_failed_put_is_counted_and_offered_again() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    mover.failure = Failed("timeout")  # type: ignore[arg-type]
+    rig.put(session, keys(0, 1))
+    rig.turn(4)
+    assert rig.count_of("publish_failed", "timeout") == 2
+    mover.failure = None
+    use(rig, session, keys(0, 1))
+    assert rig.count_of("published_blocks") == 2
+
+
+def test_wrong_bytes_in_memory_are_not_published() -> None:
+    rig = TierRig(local=False, remotes=1)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(0, 1))
+    head = rig.head(session, key(1))
+    rig.spoilt.add(head)
+    rig.view(head, 1)[:] ^= 0xFF
+    for _ in range(2):
+        use(rig, session, keys(0, 1))
+    rig.turn(4)
+    assert [name[1] for name in mover.values] == keys(0)
+    assert rig.in_memory(session, keys(0, 1)) == [True, False]
+    assert rig.count_of("checksum_failures", "publishing") == 1
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_blocks_come_back_from_the_remote(local: bool) -> None:
+    rig = TierRig(local=local, remotes=1, policy=ALL)
+    session = rig.attach()
+    rig.put(session, keys(*range(8)))
+    rest(rig)
+    rig.drop(session, keys(*range(8)))
+    rig.tier.lose(keys(*range(8)))
+    rig.now += 100.0  # the existence cache has forgotten
+    found = rig.lookup(session, keys(*range(8)))
+    assert found.asking
+    assert found.groups[0].tiers.tolist() == [Tier.REMOTE] * 8
+    assert not found.groups[0].present.any()
+    assert rig.tiering.eta_us([], asking=True) > 0
+    assert known(rig, session, keys(*range(8))) == [Tier.REMOTE] * 8
+    rig.want(session, keys(*range(8)), lease_id=99)
+    rest(rig)
+    assert known(rig, session, keys(*range(8))) == [Tier.DRAM] * 8
+    rest(rig)
+    if local:  # the remote may lose them, so they are written back again
+        assert rig.tier.keys() == set(keys(*range(8)))
+        assert rig.copy_state(session, key(3)) == CopyState.SAVED
+    assert rig.count_of("promoted_blocks") == 8
+
+
+def test_a_hole_ends_a_load_and_wrong_bytes_are_never_served() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(*range(8)))
+    rest(rig)
+    rig.drop(session, keys(*range(8)))
+    for name, value in mover.values.items():
+        if name[1] == key(5):
+            value.content = bytes(len(value.content))
+    rig.want(session, keys(*range(8)), lease_id=99)
+    rest(rig)
+    there = rig.in_memory(session, keys(*range(8)))
+    assert there[:6] == [True] * 5 + [False]
+    assert rig.count_of("checksum_failures", "remote") == 1
+    rig.turn()
+    assert key(5) not in {name[1] for name in mover.values}
+    assert known(rig, session, keys(*range(8)))[5] == Tier.NOWHERE
+
+
+def test_a_caller_that_does_not_wait_costs_no_read() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(0, 1))
+    rest(rig)
+    rig.drop(session, keys(0, 1))
+    mover.requests.clear()
+    found = rig.lookup(session, keys(0, 1), lease_id=7)
+    (request,) = found.promotion_queue
+    late = type(request)(
+        request.namespace, 0, request.spec, request.keys, request.parents, until=rig.now - 1
+    )
+    rig.tiering.promote([late], rig.group(session).number, 7)
+    rest(rig)
+    assert not mover.requests
+    assert rig.count_of("promotion_failed", "timeout") == 2
+    rig.tiering.promote(found.promotion_queue, rig.group(session).number, 7)
+    rest(rig)
+    assert rig.in_memory(session, keys(0, 1)) == [True, True]
+
+
+def test_two_remotes_are_asked_in_order_and_published_to_both() -> None:
+    rig = TierRig(local=False, remotes=2, policy=ALL)
+    session, (one, other) = rig.attach(), rig.movers
+    rig.put(session, keys(*range(6)))
+    rest(rig)
+    assert put_keys(one) == put_keys(other) == keys(*range(6))
+    rig.drop(session, keys(*range(6)))
+    rig.now += 100.0
+    for name in list(one.values):
+        if name[1] in keys(3, 4, 5):
+            del one.values[name]
+    one.requests.clear()
+    other.requests.clear()
+    assert known(rig, session, keys(*range(6))) == [Tier.REMOTE] * 6
+    asked = {each for request in other.requests for each in request.keys}
+    assert asked <= set(keys(3, 4, 5)), "what the first one has is not asked of the second"
+    rig.want(session, keys(*range(6)), lease_id=3)
+    rest(rig)
+    assert all(rig.in_memory(session, keys(*range(6))))
+
+
+def test_one_remote_of_two_may_be_down() -> None:
+    rig = TierRig(local=False, remotes=2, policy=ALL)
+    session, (one, other) = rig.attach(), rig.movers
+    one.up = False
+    rig.turn()
+    rig.put(session, keys(*range(4)))
+    rest(rig)
+    assert (len(one.values), len(other.values)) == (0, 4)
+    rig.drop(session, keys(*range(4)))
+    rig.want(session, keys(*range(4)), lease_id=3)
+    rest(rig)
+    assert all(rig.in_memory(session, keys(*range(4))))
+
+
+def test_weights_without_a_label_are_off_the_remote() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(0, 1))
+    rest(rig)
+    first = {name[0] for name in mover.values}
+    rig.call(rig.core.bump_epoch, session, rig.epoch(session))
+    mover.requests.clear()
+    assert known(rig, session, keys(0, 1)) == [Tier.NOWHERE] * 2
+    rig.put(session, keys(2, 3))
+    rig.turn(6)
+    assert not mover.requests
+    rig.call(rig.core.bump_epoch, session, rig.epoch(session), label="step 2")
+    assert known(rig, session, keys(0, 1)) == [Tier.NOWHERE] * 2
+    rig.put(session, keys(4, 5))
+    rest(rig)
+    second = {name[0] for name in mover.values} - first
+    assert len(second) == 1
+    rig.call(rig.core.bump_epoch, session, rig.epoch(session), label="")
+    assert known(rig, session, keys(0, 1)) == [Tier.REMOTE] * 2, "the first weights again"
+
+
+def test_a_label_is_given_once() -> None:
+    rig = TierRig(local=False, remotes=1)
+    session = rig.attach()
+    epoch = rig.epoch(session)
+    assert rig.core.bump_epoch(session, epoch, label="a", relabel=True) == epoch
+    assert rig.core.bump_epoch(session, epoch, label="a", relabel=True) == epoch
+    with pytest.raises(Exception, match="another label") as error:
+        rig.core.bump_epoch(session, epoch, label="b", relabel=True)
+    assert error.value.reason is Reason.STALE_EPOCH  # type: ignore[attr-defined]
+    assert rig.epoch(session) == epoch
+
+
+def test_a_dead_remote_leaves_lookups_as_they_are() -> None:
+    rig = TierRig(local=True, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    mover.up = False
+    rig.turn()
+    rig.save(session, keys(*range(4)))
+    rig.drop(session, keys(0, 1))
+    mover.requests.clear()
+    found = rig.lookup(session, keys(*range(6)))
+    assert found.groups[0].tiers.tolist() == [Tier.SSD] * 2 + [Tier.DRAM] * 2 + [Tier.NOWHERE] * 2
+    assert not found.asking
+    assert not mover.requests
+    assert np.count_nonzero(found.groups[0].present) == 4

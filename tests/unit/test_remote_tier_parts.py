@@ -1,0 +1,121 @@
+"""A remote's breaker, existence cache and bounds, at given times."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+
+from kvhearth.keys import PackedKeys
+from kvhearth_server.tiers.remote.breaker import PAUSE_MAX_S, PAUSE_MIN_S, WINDOW, Breaker
+from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
+from kvhearth_server.tiers.remote.tier import Bucket
+
+
+@pytest.mark.parametrize("before", [0, 1, 30])
+def test_five_failures_in_a_row_open_the_breaker(before: int) -> None:
+    breaker = Breaker()
+    for number in range(before):
+        breaker.succeeded(number)
+    opened = [breaker.failed(before + number) for number in range(6)]
+    assert opened == [False] * 4 + [True, False]
+    assert (breaker.is_open, breaker.openings) == (True, 1)
+
+
+def test_half_of_twenty_failures_open_the_breaker() -> None:
+    breaker = Breaker()
+    for number in range(WINDOW - 2):
+        breaker.succeeded(number) if number % 2 else breaker.failed(number)
+    assert not breaker.is_open, "as many count only once there are twenty"
+    breaker.succeeded(18)
+    assert breaker.failed(19)
+
+
+def test_fewer_failures_and_old_ones_leave_it_closed() -> None:
+    breaker = Breaker()
+    for number in range(200):
+        breaker.succeeded(number) if number % 5 else breaker.failed(number)
+    assert not breaker.is_open
+    for day in range(1, 9):
+        breaker.failed(day * 86400.0)
+    assert not breaker.is_open
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
+def test_an_open_breaker_probes_and_always_closes(chance: float) -> None:
+    breaker, now = Breaker(lambda: chance), 100.0
+    breaker.open(now)
+    pauses = []
+    for _ in range(12):
+        began = now
+        while not breaker.probe_due(now):
+            now += 0.05
+            assert now < began + PAUSE_MAX_S + 0.1
+        pauses.append(now - began)
+        breaker.probe_began()
+        assert not breaker.probe_due(now + 1000), "one at a time"
+        breaker.succeeded(now)  # a late answer to an old request
+        breaker.probed(good=False, now=now)
+        assert breaker.is_open
+    assert 0.8 * PAUSE_MIN_S <= pauses[0] <= PAUSE_MIN_S + 0.06
+    assert all(after >= before - 0.06 for before, after in itertools.pairwise(pauses))
+    assert 0.8 * PAUSE_MAX_S <= pauses[-1] <= PAUSE_MAX_S + 0.06
+    breaker.probed(good=True, now=now)
+    assert not breaker.is_open
+    assert not breaker.failed(now), "what was before is forgotten"
+
+
+def keys_of(count: int, size: int = 32) -> PackedKeys:
+    return PackedKeys(os.urandom(count * size), size)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 16, 20, 32, 64])
+def test_the_cache_knows_what_was_noted_until_it_ends(size: int) -> None:
+    cache, hasher = ExistenceCache(1 << 20, 60.0, 5.0), Hasher()
+    keys = [bytes([number]) * size for number in range(1, 200)]
+    hashes = hasher.hashes(keys, 1)
+    assert len(set(hashes.tolist())) == len(keys)
+    assert (cache.look(hashes, 0.0) == UNKNOWN).all()
+    cache.note(hashes[:100], True, 0.0)
+    cache.note(hashes[100:150], False, 0.0)
+    for now in (0.0, 3.9):
+        assert cache.look(hashes, now).tolist() == [YES] * 100 + [NO] * 50 + [UNKNOWN] * 49
+    assert cache.look(hashes, 5.1).tolist() == [YES] * 100 + [UNKNOWN] * 99
+    assert cache.entries(5.1) == 100
+    assert (cache.look(hashes, 60.1) == UNKNOWN).all()
+
+
+def test_the_last_word_about_a_block_holds() -> None:
+    cache, hashes = ExistenceCache(), Hasher().hashes(keys_of(512), 7)
+    cache.note(hashes, True, 1.0)
+    cache.note(hashes, np.arange(512) % 2 == 0, 2.0)
+    assert (cache.look(hashes, 3.0) == np.where(np.arange(512) % 2 == 0, YES, NO)).all()
+    cache.note(hashes[:1], True, 3.0, for_s=1.0)
+    assert cache.look(hashes[:1], 3.5) == YES
+    assert cache.look(hashes[:1], 4.5) == UNKNOWN
+
+
+def test_the_cache_is_bounded_and_keys_of_other_spaces_are_others() -> None:
+    cache, hasher = ExistenceCache(1024), Hasher()
+    for _ in range(20):
+        cache.note(hasher.hashes(keys_of(512), 1), True, 0.0)
+    assert 900 <= cache.entries(0.0) <= cache.entries_max == 1024
+    keys = keys_of(100)
+    cache.note(hasher.hashes(keys, 1), True, 0.0)
+    assert not (cache.look(hasher.hashes(keys, 2), 0.0) == YES).any()
+
+
+def test_a_bucket_allows_its_rate_and_a_large_request_leaves_a_debt() -> None:
+    bucket, now, taken = Bucket(100.0, 100.0, 0.0), 0.0, 0
+    while now < 10.0:
+        if bucket.wait_s(now):
+            now += 0.01
+        else:
+            bucket.take(30)
+            taken += 30
+    assert 1000 <= taken <= 1160
+    bucket.take(500)
+    assert 4.0 < bucket.wait_s(now) < 7.0
+    assert Bucket(0.0, 0.0, 0.0).wait_s(0.0) == 0.0
