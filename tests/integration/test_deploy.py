@@ -406,9 +406,14 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def scraped_daemon(folder: Path, tmp_path: Path) -> Iterator[tuple[Daemon, Prometheus]]:
-    """A daemon with an SSD tier and an engine that stores and loads, scraped by a Prometheus."""
+    """A daemon with all tiers and an engine that stores and loads, scraped by a Prometheus."""
     tool = _tool("prometheus", "prometheus")
-    settings = {"http": ANY_PORT, "ssd_dirs": [f"{tmp_path}/log=512MiB"]}
+    (tmp_path / "remote").mkdir()
+    settings = {
+        "http": ANY_PORT,
+        "ssd_dirs": [f"{tmp_path}/log=512MiB"],
+        "remote": [f"file://{tmp_path}/remote"],
+    }
     with (
         running_daemon(**settings) as daemon,
         engine_of(daemon.url(), contract_of(65536)) as engine,
