@@ -47,8 +47,6 @@ _PROMOTION_S = 2.0
 _SUSPECTS_S = 8.0
 """Time for blocks that need not be there; the required blocks have their whole time after it."""
 _KEEP_NUMBERS = 4000
-_LEFT_MAX = 2
-"""Most leases and reservations that a session leaves behind."""
 _DONE_S = 20.0
 _STORE_WAIT_S = 0.4
 Line = dict[str, Any]
@@ -152,7 +150,8 @@ class Worker:
         """Blocks of older weights that are stored again, as the same prompts return."""
         self._next = int(start["first"])
         self._stores_left = 0
-        self._left_session, self._left = "", 0
+        self._left: list[Callable[[], object]] = []
+        """Ends what the session would otherwise leave until it ends: leases and reservations."""
         self._going = False
         self._commands: queue.Queue[Line | None] = queue.Queue()
         self._verbs: dict[str, Callable[[Line], Line | None]] = {
@@ -212,29 +211,20 @@ class Worker:
             self._note(self._load(rng.randint(1, 24)))
         elif choice < 0.9:
             taken = engine.reserve(rng.randint(1, 6))
-            if rng.random() < 0.7 or not self._may_leave():
-                engine.client.abort(
-                    taken.groups, boot_id=taken.boot_id, in_doubt=rng.random() < 0.5
-                )
+            end = partial(engine.client.abort, taken.groups, boot_id=taken.boot_id)
+            if rng.random() < 0.7:
+                end(in_doubt=rng.random() < 0.5)
+            else:
+                self._left.append(end)
         elif choice < 0.94:
             engine.pin(self._some(4), 0.3)
         elif choice < 0.97:
             engine.client.prefetch({0: engine.keys(self._some(16))})
-        elif self._may_leave():
-            # Take a lease that only the session's end releases, and a promotion without a waiter.
-            engine.client.lookup({0: engine.keys(self._some(3))}, prefetch=True)
+        else:
+            # Take a promotion without a waiter, and a lease.
+            found = engine.client.lookup({0: engine.keys(self._some(3))}, prefetch=True)
+            self._left.append(partial(engine.client.release, found.lease))
         self._tell()
-
-    def _may_leave(self) -> bool:
-        """Return whether the session may be left with one more lease or reservation to end.
-
-        Without a bound, a long session would fill a small memory with them.
-        """
-        session = self._engine.client.session_id
-        if session != self._left_session:
-            self._left_session, self._left = session, 0
-        self._left += 1
-        return self._left <= _LEFT_MAX
 
     def _store(self) -> None:
         rng, engine = self._rng, self._engine
@@ -299,6 +289,10 @@ class Worker:
 
     def _pause(self, _: Line) -> None:
         self._going = False
+        # Checks need room: a single slot that is left keeps its slab from blocks of other sizes.
+        for end in self._left:
+            end()
+        self._left.clear()
 
     def _check(self, command: Line) -> Line:
         """Compare blocks until all were right or the time is over, a few at a time: more than
