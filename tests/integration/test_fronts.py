@@ -185,7 +185,7 @@ class Peer:
 @contextlib.asynccontextmanager
 async def kit(folder: Path, *, ssd: bool = False, **options: Any) -> AsyncIterator[Kit]:
     """Run an engine and its front; at the end nothing may be left of either."""
-    flags = {"memory": "16MiB", "slab_bytes": "2MiB", "hugepages": "off"}
+    flags = {"memory": "16MiB", "slab_bytes": "2MiB", "hugepages": "off", "arena_dir": "none"}
     if ssd:
         flags |= {"ssd_dirs": f"{folder / 'ssd'}=64MiB", "ssd_segment_bytes": "2MiB"}
     settings = load_settings(flags)

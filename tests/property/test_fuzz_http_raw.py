@@ -164,7 +164,7 @@ def test_any_bytes(daemon: Daemon, neighbour: Engine, examples: int) -> None:
     with unharmed(daemon, neighbour):
         send()
     after = refusals_by_reason(daemon)
-    for reason in set(reported):
+    for reason in set(reported) - {Reason.NO_SUCH_PATH}:  # a wrong path is no refusal
         assert after[reason] - before[reason] >= reported.count(reason)
     assert ask(daemon, "/readyz").status == 200
 
