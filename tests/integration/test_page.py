@@ -147,12 +147,13 @@ def test_it_is_used_by_keyboard(tab: Browser, daemon: Daemon) -> None:
 def test_curves_are_drawn_if_there_are_any(tab: Browser, daemon: Daemon) -> None:
     tab.open(address(daemon))
     until(lambda: tab.text("#state") == "serving", "the page shows the daemon")
+    until(lambda: not tab.run("$('mrc').hidden"), "the daemon tells its own curves")
     points = [{"factor": factor, "hit_ratio": factor / 5} for factor in (0.5, 1, 2, 4)]
-    curves = json.dumps([{"namespace": "a" * 64, "points": points}])
+    curves = json.dumps([{"namespace": "all", "memory": points, "ssd": []}])
     paths = "document.querySelectorAll('#curve path').length"
-    assert tab.run(f"stats.miss_ratio_curves = {curves}, curves(), {paths}") == 1
+    assert tab.run(f"stats.curves = {curves}, curves(), {paths}") == 1
     assert tab.run("$('mrc').hidden = false, $('curve').textContent.includes('4')")
-    assert tab.run("delete stats.miss_ratio_curves, curves(), $('mrc').hidden")
+    assert tab.run("delete stats.curves, curves(), $('mrc').hidden")
 
 
 def test_first_paint(tab: Browser, daemon: Daemon) -> None:
