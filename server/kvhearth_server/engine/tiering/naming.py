@@ -10,9 +10,10 @@ from kvhearth.contract import GroupSpec
 from kvhearth.model import I64, Records
 from kvhearth_server.core.actions import EventKind
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.state import flat
-from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Identity
+from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Identity, StoreBatch
 
 _NAMES_MAX = 1 << 14
 
@@ -43,6 +44,18 @@ class BlockNaming:
         self._numbers[name] = namespace.number
         shown = namespace.epoch if epoch is None else epoch
         return BlockSpec(name, kv_group, shown, spec.page_bytes, spec.shards)
+
+    def store_batch(self, batch: BlockBatch) -> StoreBatch:
+        """Return a batch of the core in the tier's words."""
+        return StoreBatch(
+            self.family(batch.namespace, batch.kv_group, batch.epoch),
+            batch.keys,
+            self.places(batch.slots, batch.spec.page_bytes),
+            batch.checksums,
+            batch.sequences,
+            batch.parents,
+            parent_keys=batch.parent_keys,
+        )
 
     def namespace(self, name: bytes) -> Namespace | None:
         """Return the namespace that the tier knows as ``name``, or None if it is gone."""

@@ -18,7 +18,6 @@ from kvhearth_server.tiers.base import (
     Done,
     Failed,
     Refusal,
-    StoreBatch,
     Throttled,
 )
 from kvhearth_server.tiers.chain import TierChain
@@ -75,7 +74,7 @@ class Publisher:
                 self._stalled, self._again_at = bool(self._stores), now + _PAUSE_HELD_S
                 break
             assert self._chain is not None
-            ticket = self._chain.publish(self._batch(batch))
+            ticket = self._chain.publish(self._names.store_batch(batch))
             if isinstance(ticket, Throttled):
                 self._refused(batch, ticket, now)
             else:
@@ -98,18 +97,6 @@ class Publisher:
                 message="the remote takes no values of this size: these blocks are not published",
             )
         self._call(publishing.skip, batch, str(why.reason), for_good=for_good)
-
-    def _batch(self, batch: BlockBatch) -> StoreBatch:
-        names = self._names
-        return StoreBatch(
-            names.family(batch.namespace, batch.kv_group, batch.epoch),
-            batch.keys,
-            names.places(batch.slots, batch.spec.page_bytes),
-            batch.checksums,
-            batch.sequences,
-            batch.parents,
-            parent_keys=batch.parent_keys,
-        )
 
     def completed(self, completion: Completion) -> bool:
         """Handle the completion of a store; return False if it belongs to none."""

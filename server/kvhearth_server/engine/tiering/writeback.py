@@ -21,7 +21,6 @@ from kvhearth_server.tiers.base import (
     Done,
     Failed,
     Refusal,
-    StoreBatch,
     Throttled,
     Tier,
 )
@@ -123,7 +122,7 @@ class WritebackLoop:
                     self._again_at = now + _PAUSE_MAX_S  # nothing more may be held
                 break
             left -= portion.slots.size
-            ticket = self._tier.submit_store(self._batch(portion))
+            ticket = self._tier.submit_store(self._names.store_batch(portion))
             if isinstance(ticket, Throttled):
                 self._call(self._core.writeback.retreat, portion)
                 self._put_off(ticket, now)
@@ -182,17 +181,6 @@ class WritebackLoop:
         state.count("demotion_refused", given_up, reason)
         if given_up:
             _log.warning("ssd.not_saved", blocks=given_up, reason=str(reason))
-
-    def _batch(self, portion: BlockBatch) -> StoreBatch:
-        names = self._names
-        return StoreBatch(
-            names.family(portion.namespace, portion.kv_group, portion.epoch),
-            portion.keys,
-            names.places(portion.slots, portion.spec.page_bytes),
-            portion.checksums,
-            portion.sequences,
-            portion.parents,
-        )
 
     def _stored(self, portion: BlockBatch, completion: Completion) -> None:
         state, now = self._core.state, self._now()
