@@ -55,7 +55,7 @@ class EngineGroups:
         """
         keys: dict[int, list[bytes]] = {}
         for group, scale in enumerate(self._scales):
-            own = list(hashes[scale - 1 :: scale])
+            own = list(hashes if scale == 1 else hashes[scale - 1 :: scale])
             keys[group] = [fold_key(bytes(key), key_salt) for key in own] if key_salt else own
         return keys
 
