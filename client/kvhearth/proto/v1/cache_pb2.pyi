@@ -34,52 +34,18 @@ class HeartbeatRequest(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     COUNTERS_FIELD_NUMBER: builtins.int
-    DURATIONS_FIELD_NUMBER: builtins.int
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Counters since the client's start, by name; at most 64."""
-
-    @property
-    def durations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Durations]:
-        """Histograms since the client's start; at most one of each kind."""
 
     def __init__(
         self,
         *,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
-        durations: collections.abc.Iterable[global___Durations] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counters", b"counters", "durations", b"durations"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counters", b"counters"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
-
-@typing.final
-class Durations(google.protobuf.message.Message):
-    """How long the client's loads or stores took, from the engine's request to their end."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: builtins.int
-    COUNTS_FIELD_NUMBER: builtins.int
-    SUM_US_FIELD_NUMBER: builtins.int
-    kind: builtins.str
-    """"load" or "store"."""
-    sum_us: builtins.int
-    """Microseconds of all together."""
-    @property
-    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of each bucket of docs/protocol.md, in its order, the number of transfers."""
-
-    def __init__(
-        self,
-        *,
-        kind: builtins.str = ...,
-        counts: collections.abc.Iterable[builtins.int] | None = ...,
-        sum_us: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counts", b"counts", "kind", b"kind", "sum_us", b"sum_us"]) -> None: ...
-
-global___Durations = Durations
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):
