@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvhearth.model import I64
 from kvhearth.native import library
+
+
+I64 = npt.NDArray[np.int64]
 
 
 class _Sampling(ctypes.Structure):
