@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from kvhearth.native import library
 
-
 I64 = npt.NDArray[np.int64]
 
 
