@@ -29,6 +29,7 @@ from kvhearth.copiers.host import HostCopier
 from kvhearth.errors import ClientReason, KVHearthError, NoReason, Reason
 from kvhearth.model import I64, Bools, Records
 from kvhearth.results import CommitGroup, LookupResult, PromotionWait, usable_tokens
+from kvhearth.tracing import NO_SPAN
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, check_single_rank
 from kvhearth.transfer.lanes import Failure, Job, Lane, ResultT, Steps, Transfer
 from kvhearth.transfer.memory import Source, dtype_name, source_of
@@ -277,7 +278,9 @@ class Cache:
             TypeError: keys of another kind.
         """
         names = {_GROUP: self._names(keys)}
-        found = self.client.lookup(names, lease=False, prefetch=prefetch)
+        found = self.client.lookup(
+            names, lease=False, prefetch=prefetch, traceparent=self.client.tracer.current()
+        )
         group = found.groups[_GROUP]
         hit_blocks = found.hit_tokens // self._spec.block_tokens
         return Presence(hit_blocks, group.present, group.ready, found.eta_us / 1e6, found.reason)
@@ -448,6 +451,19 @@ class _Copies(Job[ResultT]):
         self.mark: object = None
         self.bytes = 0
         self.copy_s = 0.0
+        tracer = cache.client.tracer
+        self.span = (
+            tracer.begin(f"kvhearth.{lane.kind}", tracer.current()) if tracer.on else NO_SPAN
+        )
+
+    def count_up(self) -> None:
+        if self.span.on:
+            blocks, copy_us = len(self.keys), round(self.copy_s * 1e6)
+            self.span.end(self.reason, blocks=blocks, bytes=self.bytes, copy_us=copy_us)
+
+    def refuse(self, reason: Failure) -> Transfer[ResultT]:
+        self.span.end(reason, blocks=len(self.keys))
+        return super().refuse(reason)
 
 
 class _Store(_Copies[StoreResult]):
@@ -517,7 +533,12 @@ class _Store(_Copies[StoreResult]):
         sums = None if done.checksums is None else done.checksums[good][:, None]
         group = CommitGroup(keys, extents[good], sums, parent)
         # The epoch of the call: newer weights did not compute these blocks.
-        result = self.client.commit({_GROUP: group}, boot_id=boot_id, epoch=self.epoch)
+        result = self.client.commit(
+            {_GROUP: group},
+            boot_id=boot_id,
+            epoch=self.epoch,
+            traceparent=self.span.traceparent,
+        )
         if result.reason:
             self.fail(result.reason)
             return
@@ -528,6 +549,7 @@ class _Store(_Copies[StoreResult]):
         self.copy_s += done.seconds
 
     def count_up(self) -> None:
+        super().count_up()
         count = self.client.count
         count("store_blocks", self._stored)
         count("store_duplicates", self._duplicate)
@@ -582,7 +604,12 @@ class _Load(_Copies[LoadResult]):
 
     def _look_up(self, wait: PromotionWait) -> LookupResult:
         wait_s = max(0.001, wait.until - time.monotonic())
-        return self.client.lookup({_GROUP: self.keys}, prefetch=True, wait_s=wait_s)
+        return self.client.lookup(
+            {_GROUP: self.keys},
+            prefetch=True,
+            wait_s=wait_s,
+            traceparent=self.span.traceparent,
+        )
 
     def _waits(self, wait: PromotionWait, found: LookupResult) -> bool:
         """Return whether to look up again, at ``wait.due_at``."""
@@ -622,6 +649,7 @@ class _Load(_Copies[LoadResult]):
             self.reason = Reason.STALE_EPOCH
 
     def count_up(self) -> None:
+        super().count_up()
         self.client.count("load_blocks", int(self._loaded.sum()))
         self.client.count("load_failed", self._failures.total())
         self.client.count("load_bytes", self.bytes)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.tracing import OFF, Tracer, open_tracer, wanted
 from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
@@ -196,9 +197,27 @@ def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Eng
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
     engine.turns.watch(asyncio.get_running_loop())
     engine.accesses = Accesses(engine, settings.curve_keys)
+    engine.trace_with(_open_tracer(settings))
     if settings.shared_index:
         engine.share_index()
     return engine
+
+
+def _open_tracer(settings: Settings) -> Tracer:
+    """Return what begins spans, if the settings or the environment ask for traces.
+
+    Raises:
+        KVHearthError: ``config_invalid`` if the settings ask for them and they cannot be sent.
+    """
+    if not settings.traces_endpoint and not wanted():
+        return OFF
+    try:
+        return open_tracer("kvhearth", settings.traces_endpoint, settings.traces_sample)
+    except KVHearthError as error:
+        if settings.traces_endpoint:
+            raise
+        _log.warning("tracing.off", reason=error.message)
+        return OFF
 
 
 async def _serve(
@@ -252,8 +271,7 @@ async def _serve(
             await _settled(engine, background)  # calls made while the sockets closed
     loop.remove_signal_handler(signal.SIGHUP)
     signal.signal(signal.SIGHUP, _tell_hangup)  # the loop leaves the default, which is to die
-    await supervisor.stop()
-    background.close()
+    await _end_tasks(engine, supervisor, background)
     if engine.tiering is not None:
         if not engine.tiering.tier.drain(settings.drain_timeout_s):
             _log.warning("ssd.not_at_rest")
@@ -335,6 +353,13 @@ async def _close(web: WebServer | None, calls: CallsServer, attach: AttachServer
         await web.stop()
     calls.stop()
     await attach.stop()
+
+
+async def _end_tasks(engine: Engine, supervisor: Supervisor, background: ChecksumWorkers) -> None:
+    """End what runs beside the calls, and send the last spans."""
+    await supervisor.stop()
+    await asyncio.to_thread(engine.tracer.close)
+    background.close()
 
 
 async def _settled(engine: Engine, background: ChecksumWorkers) -> None:

@@ -7,7 +7,9 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+from support.native import without_native
 
+from kvhearth import native
 from kvhearth_server.core.reuse import CHUNK, Kind, ReuseSampler, chunks
 
 BLOCK = 64 << 10
@@ -185,3 +187,28 @@ def test_a_lower_rate_drops_what_was_sampled_before_it() -> None:
     for some in portions[4:]:
         sampler.add(some)
     assert len(sampler) < 250
+
+
+@pytest.mark.skipif(bool(native.available()), reason=str(native.available()))
+@pytest.mark.parametrize("key_bytes", [8, 16, 20, 32, 33])
+@pytest.mark.parametrize("rate", [1.0, 0.3, 0.001])
+def test_the_native_module_samples_what_numpy_does(key_bytes: int, rate: float) -> None:
+    rng = np.random.default_rng(key_bytes)
+    counts = [1, 7, 8, 9, 64, 5000]
+    uses = [(Kind(at, at % 2, BLOCK), rng.bytes(key_bytes * n)) for at, n in enumerate(counts)]
+    with without_native():
+        plain = ReuseSampler(1 << 20, 2, seed=3)
+    quick = ReuseSampler(1 << 20, 2, seed=3)
+    for sampler in (plain, quick):
+        sampler.sample(uses, key_bytes)
+        for some in chunks([sampler.sample(uses, key_bytes)]):
+            sampler.add(some)
+        sampler.lower_rate(max(1, int(rate * sum(counts)) - 1))
+    expected, owners = plain.sample_owned(uses, key_bytes)
+    found, found_owners = quick.sample_owned(uses, key_bytes)
+    assert len(expected)
+    assert owners.tolist() == found_owners.tolist()
+    assert expected.hashes.tolist() == found.hashes.tolist()
+    assert expected.names.tolist() == found.names.tolist()
+    assert expected.rows.tolist() == found.rows.tolist()
+    assert plain.asked.tolist() == quick.asked.tolist()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ABI = 5
+ABI = 6
 """Raise it with every change of a C function's parameters or meaning."""
 
 HERE = Path(__file__).resolve().parent

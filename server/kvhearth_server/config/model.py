@@ -288,6 +288,20 @@ class Settings(BaseSettings):
         description="Number of keys tracked for each tenant to tell what more memory would bring "
         "(kvhearth mrc); 300 bytes each. 0: none.",
     )
+    traces_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://[^\s]+)?$",
+        description="URL of a collector for OpenTelemetry traces (OTLP by HTTP), such as "
+        "http://127.0.0.1:4318/v1/traces; needs kvhearth[otel]. Default: as the standard OTEL_ "
+        "variables say, else no traces.",
+    )
+    traces_sample: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Part of the calls that are traced although no trace of the engine's comes "
+        "with them. OTEL_TRACES_SAMPLER prevails.",
+    )
     grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
         "on",
         description="Engines' calls over gRPC, for clients in other languages; engines that use "

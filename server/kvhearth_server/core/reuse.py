@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.model import I64
+from kvhearth.native import library
+from kvhearth.native.sample import KeySampler
 
 U64 = npt.NDArray[np.uint64]
 F64 = npt.NDArray[np.float64]
@@ -65,6 +67,22 @@ class Sampled:
     def __len__(self) -> int:
         return len(self.hashes)
 
+    def at(self, places: slice | I64) -> Sampled:
+        """Return some of the references."""
+        return Sampled(
+            self.hashes[places], self.names[places], self.rows[places], self.weights[places]
+        )
+
+    @classmethod
+    def of(cls, parts: Sequence[Sampled]) -> Sampled:
+        """Return the references of several samples, at least one."""
+        return cls(
+            np.concatenate([part.hashes for part in parts]),
+            np.concatenate([part.names for part in parts]),
+            np.concatenate([part.rows for part in parts]),
+            np.concatenate([part.weights for part in parts]),
+        )
+
 
 class ReuseSampler:
     """Reuse distances of the blocks that share one memory.
@@ -81,7 +99,8 @@ class ReuseSampler:
     ) -> None:
         self.sample_max = max(sample_max, 2 * CHUNK)
         self.limit_bytes = limit_bytes
-        self._by = np.uint64((2 * seed ^ 0x9E3779B97F4A7C15) & _WHOLE - 1 | 1)
+        self._factor = (2 * seed ^ 0x9E3779B97F4A7C15) & _WHOLE - 1 | 1
+        self._native = None if library() is None else KeySampler(self._factor)
         self._threshold = _WHOLE
         self.references = 0
         """Sampled references so far."""
@@ -108,53 +127,68 @@ class ReuseSampler:
         return self._threshold / _WHOLE
 
     def sample(self, uses: Sequence[Use], key_bytes: int) -> Sampled:
-        """Count the uses, and return the references of sampled keys for ``add``.
+        """See ``sample_owned``, which also tells whose references they are."""
+        return self.sample_owned(uses, key_bytes)[0]
+
+    def sample_owned(self, uses: Sequence[Use], key_bytes: int) -> tuple[Sampled, I64]:
+        """Count the uses; return the references of sampled keys for ``add``, and the number of
+        each one's use, shape (n,).
 
         Args:
             uses: oldest first, at least one.
             key_bytes: bytes of each key of all uses, at least 8.
         """
-        # From the last use's root back to the first one's: read from its end, each chain's leaf
-        # comes first.
-        blob = b"".join([blob for _, blob in reversed(uses)])
-        self._count(uses, len(blob), key_bytes)
-        hashes = _hashes(blob, key_bytes, self._by)
-        if self._threshold < _WHOLE:
-            places = np.flatnonzero(hashes < np.uint64(self._threshold))[::-1]
+        blobs = [blob for _, blob in uses]
+        self._count(uses, key_bytes)
+        if self._native is None:
+            hashes, owners = self._drawn(blobs, key_bytes)
         else:
-            places = np.arange(len(hashes))[::-1]
-        if not len(places):
-            return NOTHING
-        ends = np.cumsum(np.array([len(blob) for _, blob in uses], np.int64))
-        at = (len(hashes) - 1 - places) * key_bytes
-        kinds = [uses[use][0] for use in np.searchsorted(ends, at, side="right").tolist()]
-        hashes = hashes[places]
-        return Sampled(
+            hashes, owners = self._native.find(blobs, key_bytes)
+        if not len(hashes):
+            return NOTHING, owners
+        kinds = [uses[use][0] for use in owners.tolist()]
+        found = Sampled(
             hashes,
             hashes ^ np.array([kind.space & _WHOLE - 1 for kind in kinds], np.uint64),
             np.array([kind.row for kind in kinds], np.int64),
             np.array([kind.block_bytes for kind in kinds], np.float64),
         )
+        return found, owners
 
-    def _count(self, uses: Sequence[Use], size: int, key_bytes: int) -> None:
-        rows = {kind.row for kind, _ in uses}
-        if len(rows) == 1:
-            (row,) = rows
+    def _drawn(self, blobs: list[bytes], key_bytes: int) -> tuple[U64, I64]:
+        """Find the sampled keys like ``KeySampler.find``, without the native module."""
+        # From the last use's root back to the first one's: read from its end, each chain's leaf
+        # comes first.
+        blob = b"".join(reversed(blobs))
+        hashes = _hashes(blob, key_bytes, np.uint64(self._factor))
+        if self._threshold < _WHOLE:
+            places = np.flatnonzero(hashes < np.uint64(self._threshold))[::-1]
+        else:
+            places = np.arange(len(hashes))[::-1]
+        at = (len(hashes) - 1 - places) * key_bytes
+        ends = np.cumsum(np.array([len(blob) for blob in blobs], np.int64))
+        return hashes[places], np.searchsorted(ends, at, side="right")
+
+    def _kept(self, some: Sampled) -> Sampled:
+        """Return the references that are still sampled: the rate may have fallen since."""
+        if self._threshold == _WHOLE:
+            return some
+        kept = some.hashes < np.uint64(self._threshold)
+        if kept.all():
+            return some
+        return some.at(np.flatnonzero(kept))
+
+    def _count(self, uses: Sequence[Use], key_bytes: int) -> None:
+        sizes: dict[int, int] = {}
+        for kind, blob in uses:
+            sizes[kind.row] = sizes.get(kind.row, 0) + len(blob)
+        for row, size in sizes.items():
             if row >= 0:
                 self.asked[row] += size // key_bytes
-            return
-        sums = dict.fromkeys(rows, 0)
-        for kind, blob in uses:
-            sums[kind.row] += len(blob)
-        for row, total in sums.items():
-            if row >= 0:
-                self.asked[row] += total // key_bytes
 
     def add(self, some: Sampled) -> None:
         """Add up to ``CHUNK`` references that ``sample`` returned; fewer cost nearly as much."""
-        kept = some.hashes < np.uint64(self._threshold) if self._threshold < _WHOLE else None
-        if kept is not None and not kept.all():  # the rate has fallen since
-            some = Sampled(some.hashes[kept], some.names[kept], some.rows[kept], some.weights[kept])
+        some = self._kept(some)
         if not len(some):
             return
         self.references += len(some)
@@ -215,6 +249,8 @@ class ReuseSampler:
         hashes = self._line_hashes[: self._end][self._live[: self._end]]
         if len(hashes) > keys_max:
             self._threshold = max(1, int(np.partition(hashes, keys_max)[keys_max]))
+            if self._native is not None:
+                self._native.use(self._threshold)
             self._compact()
 
     def _compact(self) -> None:
@@ -273,19 +309,9 @@ def chunks(parts: Sequence[Sampled]) -> Iterator[Sampled]:
     """Yield the references of several samples, ``CHUNK`` at a time."""
     if not parts:
         return
-    whole = parts[0]
-    if len(parts) > 1:
-        whole = Sampled(
-            np.concatenate([part.hashes for part in parts]),
-            np.concatenate([part.names for part in parts]),
-            np.concatenate([part.rows for part in parts]),
-            np.concatenate([part.weights for part in parts]),
-        )
+    whole = parts[0] if len(parts) == 1 else Sampled.of(parts)
     for at in range(0, len(whole), CHUNK):
-        end = at + CHUNK
-        yield Sampled(
-            whole.hashes[at:end], whole.names[at:end], whole.rows[at:end], whole.weights[at:end]
-        )
+        yield whole.at(slice(at, at + CHUNK))
 
 
 def _hashes(blob: bytes, key_bytes: int, by: np.uint64) -> U64:

@@ -1,7 +1,8 @@
 """Lookups and stores as they come, for the hit ratios of other capacities and for traces.
 
-A call only appends its keys to a buffer. A task takes them from there in portions of less than a
-millisecond, and does no more of it than a bounded part of a core pays for.
+A call only appends its keys to a buffer, which is sampled when it has some hundred kilobytes. A
+task takes what was sampled in portions of less than a millisecond, in the order of time. No more is
+sampled than a bounded part of a core pays for.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from kvhearth.contract import KEY_BYTES_MIN
 from kvhearth.keys import PackedKeys
 from kvhearth_server.core.fast_path import SingleLookup
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.reuse import CHUNK, Kind, ReuseSampler, Sampled, Use, chunks
+from kvhearth_server.core.reuse import F64, Kind, ReuseSampler, Sampled, Use, chunks
 
 if TYPE_CHECKING:
     from kvhearth_server.engine.engine import Engine
@@ -35,7 +38,8 @@ _BUFFER_BYTES_MAX = 16 << 20
 _PAUSE_S = 0.1
 _LATE_S = 0.1
 """Time for which clients may keep lookups back that they answered themselves (docs/adr/0027)."""
-_PORTION_BYTES = 256 << 10
+_PORTION_BYTES = 512 << 10
+_PORTION_USES = 512
 _PORTION_S = 0.0005
 _REFERENCES_PER_S = 2000
 """Sampled references that are worked on: at a microsecond each, a fifth of a percent of a core."""
@@ -185,8 +189,25 @@ class _Stream:
 
     tenant: _Tenant
     key_bytes: int
-    uses: list[tuple[float, Use]] = field(default_factory=list)
-    """With the time of each."""
+    uses: list[Use] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When each of ``uses`` came."""
+    size: int = 0
+    """Bytes of their keys."""
+    waiting: list[tuple[F64, Sampled]] = field(default_factory=list)
+    """References in the order in which they arrived, with the time of each."""
+
+    def take(self, until: float) -> Sampled | None:
+        """Remove and return the references up to a time, in its order; None if there are none."""
+        if not self.waiting:
+            return None
+        times = np.concatenate([times for times, _ in self.waiting])
+        found = Sampled.of([part for _, part in self.waiting])
+        order = np.argsort(times, kind="stable")
+        end = int(np.searchsorted(times[order], until, side="right"))
+        left = order[end:]
+        self.waiting = [(times[left], found.at(left))] if len(left) else []
+        return found.at(order[:end]) if end else None
 
 
 @dataclass(slots=True)
@@ -218,6 +239,7 @@ class Accesses:
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._places: dict[tuple[int, int], _Place] = {}
         self._buffered = 0
+        self._awake = False
         self._heard: list[Access] = []
         self._listeners: list[Listener] = []
         self._arrived = asyncio.Event()
@@ -252,12 +274,12 @@ class Accesses:
             age_us: time for which the caller has had its answer from the shared index.
         """
         at = self._now() - age_us * 1e-6
+        asks_again = again or self._waiting
         for kv_group, keys in items:
             blob = keys.blob if type(keys) is PackedKeys else b"".join(keys)
-            if blob and not (
-                (again or self._waiting)
-                and self._counted_before(session, kv_group, blob, again=again)
-            ):
+            if asks_again and self._counted_before(session, kv_group, blob, again=again):
+                continue
+            if blob:
                 self._add(at, namespace, kv_group, blob, True)
 
     def stored(self, namespace: Namespace, kv_group: int, blob: bytes) -> None:
@@ -282,19 +304,54 @@ class Accesses:
     def _add(
         self, at: float, namespace: Namespace, kv_group: int, blob: bytes, counted: bool
     ) -> None:
-        if self._buffered > _BUFFER_BYTES_MAX:
-            self._lose(len(blob) // namespace.contract.hash_bytes)
-            return
-        if not self._buffered:
+        if not self._awake:
+            self._awake = True
             self._arrived.set()
-        self._buffered += len(blob)
         if self._listeners:
-            self._heard.append(Access(at, namespace, namespace.epoch, kv_group, blob, counted))
-        if self._tenants:
-            place = self._places.get((namespace.number, kv_group))
-            if place is None or place.epoch != namespace.epoch or place.namespace is not namespace:
-                place = self._place(namespace, kv_group)
-            place.stream.uses.append((at, (place.lookup if counted else place.store, blob)))
+            self._hear(Access(at, namespace, namespace.epoch, kv_group, blob, counted))
+        if not self._tenants:
+            return
+        place = self._places.get((namespace.number, kv_group))
+        if place is None or place.epoch != namespace.epoch or place.namespace is not namespace:
+            place = self._place(namespace, kv_group)
+        stream = place.stream
+        stream.uses.append((place.lookup if counted else place.store, blob))
+        stream.times.append(at)
+        stream.size += len(blob)
+        # Before the keys leave the processor's cache: to fetch them again takes longer.
+        if stream.size >= _PORTION_BYTES or len(stream.uses) >= _PORTION_USES:
+            self._sample(stream)
+
+    def _hear(self, access: Access) -> None:
+        """Keep an access for the listeners."""
+        if self._buffered > _BUFFER_BYTES_MAX:
+            self._lose(len(access.blob) // access.namespace.contract.hash_bytes)
+            return
+        self._buffered += len(access.blob)
+        self._heard.append(access)
+
+    def _sample(self, stream: _Stream) -> None:
+        """Sample the uses that have arrived, as far as there is time for the references."""
+        uses, times, stream.uses, stream.times = stream.uses, stream.times, [], []
+        size, stream.size = stream.size, 0
+        if not uses:
+            return
+        if self._tokens <= 0:
+            self._lose(size // stream.key_bytes)
+            return
+        sampler = stream.tenant.sampler
+        found, owners = sampler.sample_owned(uses, stream.key_bytes)
+        if not len(found):
+            return
+        self._tokens -= len(found)
+        stream.waiting.append((np.array(times)[owners], found))
+        self._slow_down(sampler)
+
+    def _slow_down(self, sampler: ReuseSampler) -> None:
+        """Lower the sample rate if there are more references than there is time for."""
+        while self._tokens <= 0 and len(sampler) > SAMPLE_LEAST:
+            sampler.lower_rate(max(SAMPLE_LEAST, len(sampler) // 2))
+            self._tokens += _REFERENCES_BURST // 4
 
     def _lose(self, keys: int) -> None:
         self._engine.counters.add("untraced_keys", keys)
@@ -343,44 +400,24 @@ class Accesses:
             everything: also on the last moment, of which some lookups are still on their way.
         """
         self._arrived.clear()
-        self._buffered = 0
+        self._awake = False
         until = self._now() - (0.0 if everything else _LATE_S)
         heard, self._heard = _split(self._heard, until)
         for listener in list(self._listeners):
             listener(heard)
-        self._buffered += sum(len(access.blob) for access in self._heard)
+        self._buffered = sum(len(access.blob) for access in self._heard)
         self._refill()
+        turn = _Turn(self._now)
         for stream in list(self._streams.values()):
-            uses, stream.uses = _split(stream.uses, until)
-            self._buffered += sum(len(blob) for _, (_, blob) in stream.uses)
-            await self._follow(stream, [use for _, use in uses])
-        if self._buffered:
+            self._sample(stream)
+            due = stream.take(until)
+            for some in chunks([] if due is None else [due]):
+                stream.tenant.sampler.add(some)
+                await turn.over()
+            self._slow_down(stream.tenant.sampler)
+        if self._heard or any(stream.waiting for stream in self._streams.values()):
+            self._awake = True
             self._arrived.set()
-
-    async def _follow(self, stream: _Stream, uses: list[Use]) -> None:
-        """Count the uses of a stream in its tenant's curves, as far as there is time for it."""
-        sampler, turn = stream.tenant.sampler, _Turn(self._now)
-        parts, count = list[Sampled](), 0
-        for portion in _portions(uses):
-            if self._tokens <= 0:
-                self._lose(sum(len(blob) for _, blob in portion) // stream.key_bytes)
-                continue
-            part = sampler.sample(portion, stream.key_bytes)
-            self._tokens -= len(part)
-            parts.append(part)
-            count += len(part)
-            await turn.over()
-            if count >= CHUNK:
-                for some in chunks(parts):
-                    sampler.add(some)
-                    await turn.over()
-                parts, count = [], 0
-            if self._tokens <= 0 and len(sampler) > SAMPLE_LEAST:
-                sampler.lower_rate(max(SAMPLE_LEAST, len(sampler) // 2))
-                self._tokens += _REFERENCES_BURST // 4
-        for some in chunks(parts):
-            sampler.add(some)
-            await turn.over()
 
     def _refill(self) -> None:
         if not self._tenants:
@@ -430,10 +467,9 @@ class Accesses:
 
 
 _time_of = itemgetter(0)
-Timed = TypeVar("Timed", bound="Access | tuple[float, Use]")
 
 
-def _split(arrived: list[Timed], until: float) -> tuple[list[Timed], list[Timed]]:
+def _split(arrived: list[Access], until: float) -> tuple[list[Access], list[Access]]:
     """Sort by time; return what came up to ``until``, and the rest."""
     arrived.sort(key=_time_of)
     end = bisect_right(arrived, until, key=_time_of)
@@ -451,15 +487,3 @@ class _Turn:
         if self._now() - self._began > _PORTION_S:
             await asyncio.sleep(0)
             self._began = self._now()
-
-
-def _portions(uses: list[Use]) -> Iterator[list[Use]]:
-    """Cut uses into lists of some ``_PORTION_BYTES`` of keys."""
-    begin = size = 0
-    for end, (_, blob) in enumerate(uses, 1):
-        size += len(blob)
-        if size >= _PORTION_BYTES:
-            yield uses[begin:end]
-            begin, size = end, 0
-    if begin < len(uses):
-        yield uses[begin:]

@@ -10,7 +10,8 @@ from kvhearth_server.core.namespaces import Namespace, Traffic
 NAMESPACES_SHOWN_MAX = 32
 """Upper bound on namespaces listed separately; the others are summed up as one."""
 OTHER = "other"
-_DIGITS = 12
+NAMESPACE_DIGITS = 12
+"""Digits of a digest that name a namespace wherever people see it."""
 _ZEROS = (0,) * len(fields(Traffic))
 
 
@@ -107,7 +108,7 @@ def _counts(traffic: Traffic) -> tuple[int, ...]:
 def _named(space: Namespace, sums: list[int]) -> NamespaceNow:
     contract = space.contract
     return NamespaceNow(
-        name=space.digest.hex()[:_DIGITS],
+        name=space.digest.hex()[:NAMESPACE_DIGITS],
         blocks=space.blocks,
         used_bytes=space.used_bytes,
         tenant=space.tenant,

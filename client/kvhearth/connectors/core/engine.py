@@ -155,6 +155,7 @@ class RequestOptions:
         find_key_salt: finds the digest of what its hashes do not cover, such as an adapter's
             weights; None if they cover all. Runs on a thread of its own and may read files. It
             returns None if there is no digest: then nothing is loaded or stored.
+        traceparent: W3C trace context of the request, or empty.
     """
 
     skips: bool = False
@@ -162,6 +163,7 @@ class RequestOptions:
     load_tokens_max: int = 0
     store_tokens_max: int = 0
     find_key_salt: Callable[[], bytes | None] | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)

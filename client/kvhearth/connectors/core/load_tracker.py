@@ -22,6 +22,7 @@ from kvhearth.connectors.core.store_tracker import Progress
 from kvhearth.contract import GroupKind
 from kvhearth.model import Records
 from kvhearth.results import LookupResult
+from kvhearth.tracing import Span
 
 
 @dataclass(eq=False)
@@ -81,6 +82,7 @@ class _Load:
     found: LookupResult
     tokens: int
     begun_at: float
+    span: Span
     outcomes: list[RankLoaded] = field(default_factory=list)
 
 
@@ -127,7 +129,8 @@ class Loads:
             self.lose(request_id)
             return
         lookup.cancelled = True  # this load owns its lease now
-        self._under_way[request_id] = _Load(state, found, tokens, time.monotonic())
+        span = self._client.tracer.begin("kvhearth.load", state.options.traceparent)
+        self._under_way[request_id] = _Load(state, found, tokens, time.monotonic(), span)
         start = state.offer[0]
         moves = self._moves(found, table, start, start + tokens)
         if moves is None:
@@ -190,6 +193,13 @@ class Loads:
         load.state.loading = False
         seconds = time.monotonic() - load.begun_at
         bad: dict[int, Records] = {}
+        load.span.end(
+            next((one.reason for one in load.outcomes if one.reason), "failed" if failed else ""),
+            tokens=load.tokens,
+            bytes=sum(one.bytes for one in load.outcomes),
+            from_memory_tokens=load.state.sources[0],
+            promoted_tokens=load.state.sources[1],
+        )
         for outcome in load.outcomes:
             self._counters.add("load_bytes", outcome.bytes)
             for group, extents in outcome.bad.items():
@@ -208,4 +218,5 @@ class Loads:
         """
         for load in self._under_way.values():
             self._client.release(load.found.lease)
+            load.span.end("closed")
         self._under_way.clear()

@@ -45,10 +45,16 @@ class Lookup:
         promotion_s: seconds from then to the answer after which asking again was no longer
             worthwhile.
         taken: True once the answer is in use; no later one replaces it.
+        traceparent: trace context of the request, or empty.
     """
 
     def __init__(
-        self, hashes: Sequence[bytes], find_key_salt: KeySalt | None, *, prefetch: bool = False
+        self,
+        hashes: Sequence[bytes],
+        find_key_salt: KeySalt | None,
+        *,
+        prefetch: bool = False,
+        traceparent: str = "",
     ) -> None:
         self.asked_at = time.monotonic()
         self.answered_at = 0.0
@@ -58,6 +64,7 @@ class Lookup:
         self.hashes = hashes
         self.find_key_salt = find_key_salt
         self.prefetch = prefetch
+        self.traceparent = traceparent
         self.pauses: PromotionWait | None = None
         self.promotions = False
         self.promotion_at = 0.0
@@ -138,6 +145,7 @@ class LookupQueue:
         find_key_salt: KeySalt | None = None,
         *,
         prefetch: bool = False,
+        traceparent: str = "",
     ) -> Lookup | None:
         """Answer a lookup from the mapped index, or queue it; None if too many wait.
 
@@ -146,11 +154,13 @@ class LookupQueue:
             find_key_salt: finds the digest to mix into keys; runs on the queue's thread and may
                 read files.
             prefetch: promote blocks from SSD, and ask again when they may be ready.
+            traceparent: trace context of the request, or empty.
         """
-        lookup = Lookup(hashes, find_key_salt, prefetch=prefetch)
+        lookup = Lookup(hashes, find_key_salt, prefetch=prefetch, traceparent=traceparent)
         if find_key_salt is None and self._client.index_mapped:
             session_id = self._client.session_id
-            result = self._client.lookup_mapped(self._groups.keys(hashes, b""))
+            keys = self._groups.keys(hashes, b"")
+            result = self._client.lookup_mapped(keys, traceparent=traceparent)
             if result is not None:
                 lookup.resolve(result, session_id)
                 return lookup
@@ -248,7 +258,11 @@ class LookupQueue:
         prefetch, before = lookup.prefetch, lookup.result
         keys = self._groups.keys(lookup.hashes, lookup.key_salt)
         result = self._client.lookup(
-            keys, lease=True, prefetch=prefetch, wait_s=self._wait_s(lookup)
+            keys,
+            lease=True,
+            prefetch=prefetch,
+            wait_s=self._wait_s(lookup),
+            traceparent=lookup.traceparent,
         )
         with self._lock:
             unwanted = lookup.cancelled or lookup.taken

@@ -304,6 +304,7 @@ class Requests:
             return state
         options = self._options_of(request)
         progress = Progress(request.block_hashes, [0] * self._groups.count)
+        progress.traceparent = options.traceparent
         if options.find_key_salt is not None:
             progress.key_salt = None
         bounds = [options.store_tokens_max]
@@ -330,7 +331,10 @@ class Requests:
             return
         hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
         prefetch = self._consumes and self._policy.prefetches(tokens)
-        state.lookup = self._lookups.ask(hashes, state.options.find_key_salt, prefetch=prefetch)
+        options = state.options
+        state.lookup = self._lookups.ask(
+            hashes, options.find_key_salt, prefetch=prefetch, traceparent=options.traceparent
+        )
         state.declined = state.lookup is None
         if state.lookup is not None:
             self._asking.add(state.request.request_id)

@@ -23,6 +23,7 @@ from kvhearth.copiers import kernels
 from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
+from kvhearth.tracing import TRACEPARENT, parsed
 
 
 def engine_pages(
@@ -209,7 +210,14 @@ class RequestReader:
             load_tokens_max=_count(params.get("max_load_tokens")),
             store_tokens_max=_count(params.get("max_offload_tokens")),
             find_key_salt=None if lora is None else lambda: self._adapters.digest(lora),
+            traceparent=_traceparent(request.trace_headers),
         )
+
+
+def _traceparent(headers: Any) -> str:
+    """Return the trace context in a request's headers, which vLLM has if it traces; or empty."""
+    given = headers.get(TRACEPARENT) if headers else None
+    return given if isinstance(given, str) and parsed(given) else ""
 
 
 def _count(value: Any) -> int:

@@ -82,6 +82,7 @@ class LookupRequest(google.protobuf.message.Message):
     KNOWS_REMOTE_FIELD_NUMBER: builtins.int
     WAIT_US_FIELD_NUMBER: builtins.int
     AGE_US_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The weights epoch that the engine runs with."""
     lease_id: builtins.int
@@ -95,6 +96,8 @@ class LookupRequest(google.protobuf.message.Message):
     """
     age_us: builtins.int
     """Microseconds since the engine asked, of a lookup that the client answered itself from the shared index; else 0."""
+    traceparent: builtins.str
+    """W3C trace context of the caller's span, or empty: the daemon's span follows it."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -107,8 +110,9 @@ class LookupRequest(google.protobuf.message.Message):
         knows_remote: builtins.bool = ...,
         wait_us: builtins.int = ...,
         age_us: builtins.int = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote", "lease_id", b"lease_id", "prefetch", b"prefetch", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote", "lease_id", b"lease_id", "prefetch", b"prefetch", "traceparent", b"traceparent", "wait_us", b"wait_us"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -279,7 +283,10 @@ class CommitRequest(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
+    traceparent: builtins.str
+    """As in LookupRequest."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupCommit]: ...
     def __init__(
@@ -287,8 +294,9 @@ class CommitRequest(google.protobuf.message.Message):
         *,
         epoch: builtins.int = ...,
         groups: collections.abc.Iterable[global___GroupCommit] | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "traceparent", b"traceparent"]) -> None: ...
 
 global___CommitRequest = CommitRequest
 
@@ -414,8 +422,11 @@ class PrefetchRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     KNOWS_REMOTE_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     knows_remote: builtins.bool
+    """As in LookupRequest."""
+    traceparent: builtins.str
     """As in LookupRequest."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
@@ -425,8 +436,9 @@ class PrefetchRequest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[kvhearth.proto.v1.types_pb2.GroupKeys] | None = ...,
         epoch: builtins.int = ...,
         knows_remote: builtins.bool = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote", "traceparent", b"traceparent"]) -> None: ...
 
 global___PrefetchRequest = PrefetchRequest
 
