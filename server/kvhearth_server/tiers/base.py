@@ -182,12 +182,14 @@ class StoreBatch(LoadBatch):
         sequences: the core's commit sequence of each block, u64 (n,).
         parents: sequence of the block that each one continues, 0 for none, u64 (n,).
         parent_keys: keys of these, empty for none; for shared tiers, other stores leave them out.
+        renew: write blocks that a shared tier has, too, so that their life there begins again.
     """
 
     checksums: Records
     sequences: U64
     parents: U64
     parent_keys: list[bytes] = field(default_factory=list, kw_only=True)
+    renew: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -333,7 +335,8 @@ class Kind(NamedTuple):
 
 @dataclass(eq=False)
 class Offer:
-    """Blocks that a tier drops next, for the tier behind it to copy first.
+    """Blocks that a tier drops next, for the tier behind it to copy first; only hot ones if that is
+    shared.
 
     The tier keeps them until ``settled`` is set, or until it has waited long enough.
     """
@@ -417,6 +420,18 @@ class Tier(Protocol):
         its first miss, and completions bring the facts.
         """
         return False
+
+    @property
+    def life_s(self) -> float:
+        """Seconds after which a shared tier may drop a block; 0 for no such time."""
+        return 0.0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the region behind the arena's segments from which a shared tier can store, too;
+        0 for none.
+        """
+        return 0
 
     @property
     def serving(self) -> bool:

@@ -117,8 +117,9 @@ class Tiering:
         core: the core whose offered blocks are written and whose promotion requests are loaded.
         tiers: one or more, cheapest first, shared ones last: memory's blocks are written to the
             first, unless it is shared, and what a tier drops is demoted to the next. Where several
-            are not shared, the region behind those of the arena's segments is theirs to demote
-            through, ``chain.DEMOTION_BYTES`` long. Blocks are published to shared tiers.
+            are not shared, the region behind all others is theirs to demote through,
+            ``chain.DEMOTION_BYTES`` long. Blocks are published to shared tiers, also from the
+            region behind the arena's segments if these have one (``Tier.buffer_bytes``).
         lineage: ID that the epochs belong to (docs/adr/0008); blocks stored under another lineage
             are never found.
         call: makes a call of the core and applies its actions.
@@ -146,12 +147,13 @@ class Tiering:
         """The same if some of them are shared."""
         if self._several or tiers[0].shared:
             region = len(core.state.table.geometry.segments)
-            chain = TierChain(tiers, region, self._names.is_current)
+            buffers = int(tiers[-1].buffer_bytes > 0)
+            chain = TierChain(tiers, region + buffers, self._names.is_current)
             chain.use_identities(self._names.identify)
             self.tier = chain
             if tiers[-1].shared:
                 self._shared = chain
-                core.publishing.use(policy)
+                core.publishing.use(policy, chain.life_s)
         self._promoter = Promoter(core, self.tier, self._names, call, now)
         self._writeback = WritebackLoop(core, self.tier, self._names, call, now)
         self._publisher = Publisher(core, self._shared, self._names, call, now)
@@ -349,6 +351,7 @@ class Tiering:
             self._evicted(self._drops.popleft())
             if time.perf_counter() > end:
                 return
+        self._publisher.leaving()
         if len(self._core.promotions.orphaned_loads) and self._orphaned_loads_are_over():
             self._call(self._core.promotions.free_orphaned_loads)
         self._promoter.begin(end)

@@ -217,14 +217,21 @@ REMOTE: tuple[Metric, ...] = (
         "published_bytes",
     ),
     counter(
+        "kvhearth_renewed_blocks_total",
+        "Published blocks that were sent again because they were used in the second half of the "
+        "remote's ttl.",
+        "What keeps hot blocks at a remote with a ttl costs.",
+        "renewed_blocks",
+    ),
+    counter(
         "kvhearth_publish_skipped_total",
         "Blocks that were to be published and were left out until they are used again, by reason: "
         "queue (too many wait, or the staging memory is full), quota, parent (the block before was "
-        "left out), too_large.",
+        "left out), too_large, leaving (hot, and gone from the SSD before they could be read).",
         "Bounds that are too low.",
         "publish_skipped",
         "reason",
-        usual={"parent", "queue", "quota", "too_large"},
+        usual={"leaving", "parent", "queue", "quota", "too_large"},
         unit="blocks",
     ),
     counter(

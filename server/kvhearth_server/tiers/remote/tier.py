@@ -140,10 +140,15 @@ class RemoteTier(Tier):
         prices: for the estimated cost.
         cache: existence cache; by default one of its own.
         clock: monotonic seconds.
+
+    Attributes:
+        life_s, buffer_bytes: see ``Tier``; set by whoever opens it. The buffer is the last region.
     """
 
     name = "remote"
     shared = True
+    life_s = 0.0
+    buffer_bytes = 0
 
     def __init__(
         self,
@@ -241,7 +246,8 @@ class RemoteTier(Tier):
         caps = self.mover.state.caps
         if caps is not None and size > caps.value_bytes_max:
             return self._refused("stores", len(batch.keys), Throttled(Refusal.TOO_LARGE))
-        there = self._cache.look(hashes, now) == YES
+        renew = batch.renew and self.life_s > 0
+        there = (self._cache.look(hashes, now) == YES) & (not renew)
         rows = np.flatnonzero(~there)
         store = _Batch(self._new_ticket(), batch, hashes, rows, [Done()] * len(batch.keys), now)
         if not len(rows):
@@ -258,6 +264,7 @@ class RemoteTier(Tier):
             batch.places[rows],
             np.ascontiguousarray(batch.checksums[rows]),
             [parents[row] for row in rows.tolist()],
+            renew,
         )
         ticket = self._submit("put", put, WRITE_S, partial(self._stored, store))
         if isinstance(ticket, Throttled):
