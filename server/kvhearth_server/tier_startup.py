@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import enum
 import errno
-import hashlib
 import os
 import time
 from collections import Counter
@@ -174,33 +173,36 @@ def open_remotes(
 
 
 def fleet_key(settings: Settings) -> bytes:
-    """Return the fleet's secret; without a file, one that everybody knows.
+    """Return the fleet's secret; empty without remotes.
 
     Raises:
-        KVHearthError: ``config_invalid``: the file cannot be read, is not private, or is too short.
+        KVHearthError: ``config_invalid``: there is no file, it cannot be read, is not private, or
+            is too short.
     """
     path = settings.remote_fleet_key_file
     if path is None:
-        if settings.remote:
-            _remote_log.warning(
-                "remote.no_fleet_key",
-                message="whoever reads the remote can guess blocks' names; give all hosts the same "
-                "--remote-fleet-key-file",
-            )
-        return hashlib.sha256(b"kvhearth fleet without a key").digest()
+        if not settings.remote:
+            return b""
+        raise KVHearthError(
+            Reason.CONFIG_INVALID,
+            "remote: needs the fleet's key, of which the blocks' names are made: on one host run "
+            "kvhearth remote init-key FILE, copy FILE to all hosts of the fleet, and give it as "
+            "--remote-fleet-key-file",
+        )
     try:
         found = read_secret(path, FLEET_KEY_BYTES_MAX).strip()
     except OSError as error:
         raise KVHearthError(
             Reason.CONFIG_INVALID,
-            f"remote_fleet_key_file: {path} cannot be used ({error.strerror}); give a file that "
-            "only the daemon's user can read",
+            f"remote_fleet_key_file: {path} cannot be used ({error.strerror}); copy the fleet's "
+            "key there from another host, for the daemon's user only (0600), or make the first one "
+            "with: kvhearth remote init-key FILE",
         ) from None
     if len(found) < FLEET_KEY_BYTES_MIN:
         raise KVHearthError(
             Reason.CONFIG_INVALID,
-            f"remote_fleet_key_file: {path} has {len(found)} bytes, too few for a secret; write "
-            "one with: openssl rand -hex 32",
+            f"remote_fleet_key_file: {path} has {len(found)} bytes, too few for a secret; make "
+            "one with: kvhearth remote init-key FILE",
         )
     return found
 

@@ -256,8 +256,8 @@ class Settings(BaseSettings):
     remote_fleet_key_file: Path | None = Field(
         None,
         description="File with the fleet's secret, of which blocks' names at remotes are made; the "
-        "same on all hosts, for the daemon's user only (0600). Default: names that anybody can "
-        "guess.",
+        "same on all hosts, for the daemon's user only (0600); kvhearth remote init-key makes one. "
+        "A remote needs it.",
     )
     remote_put_price: float = Field(
         0,
