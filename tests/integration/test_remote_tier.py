@@ -12,6 +12,9 @@ from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, ask, scraped
 from support.ssd_kit import SSD, new_keys
 
+from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.app import run
+
 ALL = {"remote_write": "all"}
 
 
@@ -122,6 +125,29 @@ def test_a_fleet_finds_blocks_by_its_key_and_the_label_of_the_weights(tmp_path: 
     ):
         assert engine.client.bump_epoch(label="step 1") > 0
         assert loaded(engine, keys) == 0
+
+
+def test_operators_name_new_weights(tmp_path: Path) -> None:
+    keys = new_keys(8)
+
+    def forget(daemon: Daemon, *more: str) -> None:
+        with AdminClient(daemon.socket_dir) as client:
+            (space,) = client.namespaces().namespaces
+        words = ["forget", space.namespace, "--yes", "--socket-dir", str(daemon.socket_dir), *more]
+        assert run(words) == 0
+
+    with pair(tmp_path / "shared") as (one, other):
+        for daemon in (one, other):
+            with cached_engine(daemon.url()) as engine:
+                engine.store(new_keys(1))
+            forget(daemon, "--label", "step 1")
+        with cached_engine(one.url()) as engine:
+            engine.store(keys)
+            published(one, 1 + len(keys))
+        comes(other, keys)
+        forget(other)
+        with cached_engine(other.url()) as engine:
+            assert loaded(engine, keys) == 0, "weights without a label"
 
 
 def test_an_engine_keeps_its_label_over_a_cold_start_of_its_daemon(tmp_path: Path) -> None:
