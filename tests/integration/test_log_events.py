@@ -138,7 +138,6 @@ def test_what_operators_do(daemon: Daemon, capsys: pytest.CaptureFixture[str], d
         engine.wait_ready()
         assert engine.store(KEYS).bound == KEYS
         epoch = engine.client.epoch
-    named = ("forget", DIGEST, "--yes", "--label=step 2")
     for verb, words, path in (
         ("evict", ("evict", DIGEST, "--keep", "256KiB"), f"namespaces/{DIGEST}:evict"),
         (

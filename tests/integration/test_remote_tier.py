@@ -140,6 +140,7 @@ def test_operators_name_new_weights(tmp_path: Path) -> None:
         for daemon in (one, other):
             with cached_engine(daemon.url()) as engine:
                 engine.store(new_keys(1))
+                published(daemon, 1)
             forget(daemon, "--label", "step 1")
         with cached_engine(one.url()) as engine:
             engine.store(keys)
