@@ -473,7 +473,7 @@ def test_a_real_prometheus_answers_every_query_of_the_dashboard(
 
 # -- what the image installs -----------------------------------------------------------------------
 
-LOCKS = ("requirements.lock", "build.lock")
+LOCKS = ("requirements.lock", "remote.lock", "build.lock")
 
 
 def _locked(name: str) -> list[tuple[Requirement, int]]:
@@ -498,12 +498,17 @@ def test_a_lock_names_versions_and_hashes_and_no_host(name: str) -> None:
     assert [line for line in text.splitlines() if line.startswith(("-", "#"))] == []
 
 
-def test_the_lock_is_of_what_the_project_asks_for() -> None:
+@pytest.mark.parametrize("name", ["requirements.lock", "remote.lock"])
+def test_the_lock_is_of_what_the_project_asks_for(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["server"], *extras["encryption"]]
-    wanted.remove("kvhearth[server]")
-    locked = {each.name: each.specifier for each, _ in _locked("requirements.lock")}
+    if name == "remote.lock":
+        wanted += [*extras["s3"], *extras["valkey"]]
+    wanted = [each for each in wanted if each != "kvhearth[server]"]
+    locked = {each.name: each.specifier for each, _ in _locked(name)}
+    plain = {each.name: each.specifier for each, _ in _locked("requirements.lock")}
+    assert locked.items() >= plain.items(), "both images have the same versions"
     for requirement in map(Requirement, wanted):
         (version,) = locked[requirement.name]
         assert requirement.specifier.contains(version.version), f"{requirement}: run make lock"
