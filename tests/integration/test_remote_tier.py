@@ -169,6 +169,34 @@ def test_an_engine_keeps_its_label_over_a_cold_start_of_its_daemon(tmp_path: Pat
             assert loaded(engine, first) == 0, "blocks of the first weights do not"
 
 
+def test_bounds_and_policy_change_while_it_serves(tmp_path: Path) -> None:
+    (remote := tmp_path / "remote").mkdir()
+    first, second, config = new_keys(4), new_keys(4), tmp_path / "settings.yaml"
+    config.write_text("remote_write: all\n")
+    shared = {"remote": f"file://{remote}", "config": config}
+    with stopped_daemon(arena=False, **shared) as daemon:
+        daemon.start()
+        with cached_engine(daemon.url()) as engine, AdminClient(daemon.socket_dir) as operator:
+            engine.store(first)
+            published(daemon, len(first))
+            config.write_text(
+                "remote_write: never\nremote_bytes_per_s: 1MiB\nremote_staging: 9MiB\n"
+            )
+            done = operator.reload_settings()
+            assert sorted(done.changed) == ["remote_bytes_per_s", "remote_write"]
+            assert list(done.needs_restart) == ["remote_staging"]
+            engine.store(second)
+            config.write_text("remote_write: all\nremote_bytes_per_s: 1\n")
+            assert sorted(operator.reload_settings().changed) == [
+                "remote_bytes_per_s",
+                "remote_write",
+            ]
+            engine.store(new_keys(4))
+            published(daemon, len(first) + 1)
+            engine.store(new_keys(4))
+        assert daemon.counters()["published_blocks"] <= len(first) + 4, "a byte a second"
+
+
 def test_a_remote_that_is_not_there_costs_nothing_and_is_told(tmp_path: Path) -> None:
     keys = new_keys(8)
     missing = f"file://{tmp_path}/missing/deep"

@@ -423,3 +423,19 @@ def test_without_a_ttl_nothing_is_renewed() -> None:
     rig.turn()
     use(rig, session, keys(0, 1))
     assert len(put_keys(mover)) == 2
+
+
+def test_the_policy_may_change() -> None:
+    rig = TierRig(local=False, remotes=1, policy=NEVER)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(0, 1))
+    rig.tiering.use_policy(ALL)
+    rig.put(session, keys(2, 3))
+    assert rig.core.publishing.waiting == 2
+    rig.tiering.use_policy(NEVER)
+    rest(rig)
+    assert (put_keys(mover), rig.count_of("publish_skipped", "never")) == ([], 2)
+    rig.tiering.use_policy(ALL)
+    rig.put(session, keys(4))
+    rest(rig)
+    assert put_keys(mover) == keys(4)

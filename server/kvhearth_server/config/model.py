@@ -54,6 +54,7 @@ RELOADABLE = frozenset(
     {
         *("tenant_shares", "sessions_max", "leases_max", "pins_max", "pin_ttl_max_s"),
         *("held_fraction_max", "stock_fraction_max", "ssd_bytes_per_day", "log_level"),
+        *("remote_write", "remote_bytes_per_s", "remote_bytes_per_day", "remote_requests_per_s"),
     }
 )
 """Settings that a serving daemon applies when it reads them again."""

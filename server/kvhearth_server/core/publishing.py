@@ -76,7 +76,9 @@ class Publishing:
         self._policy, self._life_s = policy, life_s
         queue, count = self._state.writeback_queue, len(self._state.table.generation)
         queue.watcher = None if policy is PublishPolicy.NEVER else self
-        if queue.watcher is not None and len(self._used) < count:
+        if queue.watcher is None:
+            self.skip_waiting("never")
+        elif len(self._used) < count:
             self._used, self._queued = np.zeros((2, count), np.uint32)
             self._renew_at = np.full(count, math.inf)
 

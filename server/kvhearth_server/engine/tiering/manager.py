@@ -153,7 +153,7 @@ class Tiering:
             self.tier = chain
             if tiers[-1].shared:
                 self._shared = chain
-                core.publishing.use(policy, chain.life_s)
+                self.use_policy(policy)
         self._promoter = Promoter(core, self.tier, self._names, call, now)
         self._writeback = WritebackLoop(core, self.tier, self._names, call, now)
         self._publisher = Publisher(core, self._shared, self._names, call, now)
@@ -167,6 +167,11 @@ class Tiering:
         core.state.writeback_queue.on = not tiers[0].shared
         core.state.lower_tier = self
         self.use_shares()
+
+    def use_policy(self, policy: PublishPolicy) -> None:
+        """Publish by this policy from now on, if there is a shared tier."""
+        if self._shared is not None:
+            self._core.publishing.use(policy, self._shared.life_s)
 
     def use_shares(self, bytes_per_day: int | None = None) -> None:
         """Give the tenants their present parts of the tiers; see ``Tier.use_shares``."""

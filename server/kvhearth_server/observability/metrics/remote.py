@@ -227,7 +227,8 @@ REMOTE: tuple[Metric, ...] = (
         "kvhearth_publish_skipped_total",
         "Blocks that were to be published and were left out until they are used again, by reason: "
         "queue (too many wait, or the staging memory is full), quota, parent (the block before was "
-        "left out), too_large, leaving (hot, and gone from the SSD before they could be read).",
+        "left out), too_large, leaving (hot, and gone from the SSD before they could be read), "
+        "never (remote_write was set so).",
         "Bounds that are too low.",
         "publish_skipped",
         "reason",
