@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.core_kit import key, keys
+from support.core_kit import contract, full, key, keys, window
 from support.mover_double import ScriptedMover
 from support.tier_rig import TierRig
 
@@ -439,3 +439,30 @@ def test_the_policy_may_change() -> None:
     rig.put(session, keys(4))
     rest(rig)
     assert put_keys(mover) == keys(4)
+
+
+def test_a_window_at_the_remote_needs_its_last_blocks_only() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(contract(full(), window(64))), rig.movers
+    named = keys(*range(12))
+    for kv_group in (0, 1):
+        rig.put(session, named, kv_group=kv_group)
+    rest(rig)
+    for kv_group in (0, 1):
+        rig.drop(session, named, kv_group)
+    early = keys(*range(8))
+    spaces = {request.family.group: request.space for request in mover.requests}
+    for each in early:  # the remote dropped what nobody reads
+        del mover.values[spaces[1], each]
+    rig.now += 100.0  # the existence cache has forgotten
+    mover.requests.clear()
+    found = rig.lookup_all(session, {0: named, 1: named})
+    assert found.asking
+    rig.turn(4)
+    found = rig.lookup_all(session, {0: named, 1: named}, lease_id=9)
+    assert not found.asking
+    wanted = {request.kv_group: request.keys for request in found.promotion_queue}
+    assert wanted == {0: named, 1: keys(*range(8, 12))}
+    rig.tiering.promote(found.promotion_queue, rig.group(session).number, 9)
+    rest(rig)
+    assert rig.lookup_all(session, {0: named, 1: named}).hit_tokens == 12 * 16

@@ -480,9 +480,12 @@ class Tier(Protocol):
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """Return the facts of blocks without reading them; this does not count as a use."""
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
+    def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Return what is known of a chain's blocks, root first, for a lookup; never waits. A shared
         tier begins to find out what it does not know.
+
+        Args:
+            window: blocks at the end of a hit that it needs; 0 for all from the root on.
         """
         return Known(self.look_up(family, keys).present, None)
 

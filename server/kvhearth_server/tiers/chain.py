@@ -486,18 +486,18 @@ class TierChain(Tier):
         """Return the facts of blocks in the tiers that are not shared."""
         return self._look_up(self._local_count, family, keys)
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
+    def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Return what the shared tiers know of a chain's blocks. They are asked in order, each
         about what the ones before do not have.
         """
         first, *others = self._tiers[self._local_count :]
-        present, asking = first.ask(family, keys)
+        present, asking = first.ask(family, keys, window)
         for tier in others:
             absent = ~present if asking is None else ~(present | asking)
             rows = np.flatnonzero(absent)
             if not len(rows):
                 break
-            found = tier.ask(family, [keys[row] for row in rows.tolist()])
+            found = tier.ask(family, [keys[row] for row in rows.tolist()], window)
             present[rows] = found.present
             if found.asking is not None:
                 asking = np.zeros(len(keys), np.bool_) if asking is None else asking

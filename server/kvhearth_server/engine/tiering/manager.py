@@ -15,6 +15,7 @@ import numpy as np
 from kvhearth.keys import PackedKeys
 from kvhearth.model import I64, Bools
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.lookup import hit_blocks
 from kvhearth_server.core.lower_tier import Below, PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
@@ -199,8 +200,9 @@ class Tiering:
                 return None
             shared = None
         family = self.family(namespace, kv_group)
+        window = hit_blocks(namespace.contract.groups[kv_group])
         if shared is not None and shared.shared and not np.count_nonzero(here):
-            present, asking = shared.ask(family, keys)
+            present, asking = shared.ask(family, keys, window)
             if asking is None and not np.count_nonzero(present):
                 return None
             return Below(present, present, asking)
@@ -215,7 +217,7 @@ class Tiering:
         # Nearly always: tiers hold chains from their begin.
         whole = np.count_nonzero(absent) == count - first
         rows: I64 | slice = slice(first, None) if whole else np.flatnonzero(absent)
-        present, asking = shared.ask(family, _some(keys, rows))
+        present, asking = shared.ask(family, _some(keys, rows), window)
         remote = _spread(present, rows, count) if np.count_nonzero(present) else None
         if asking is not None:
             asking = _spread(asking, rows, count)

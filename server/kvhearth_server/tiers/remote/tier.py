@@ -50,7 +50,7 @@ from kvhearth_server.tiers.remote.breaker import Breaker
 from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
 from kvhearth_server.tiers.remote.names import space_name
-from kvhearth_server.tiers.remote.search import Searches, failures, unknown
+from kvhearth_server.tiers.remote.search import Searches, failures, unknown, unknown_of_window
 
 READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
 """Deadlines of requests to the mover, which ends a helper that misses one."""
@@ -495,30 +495,35 @@ class RemoteTier(Tier):
             states == YES, facts.checksums, facts.sequences, facts.parents, states == UNKNOWN
         )
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
+    def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Answer a lookup from the existence cache; ask the remote about the first run of unknown
         keys, merged with the lookups that ask already.
 
         A chain is there up to some key: blocks before a known one count as present, those after
-        an absent one as absent. A hole shows when it is read.
+        an absent one as absent. A hole shows when it is read. Of a window the last present block
+        counts, whichever before it are absent.
         """
         space = self._space_of(family) if len(keys) and self.serving else ""
         if not space:
             return Known(np.zeros(len(keys), np.bool_), None)
-        first = self._hasher.hash_one(keys[0], self._start(space, family))
-        if self._cache.is_absent(first, self._clock()):
+        first = 0 if window else self._hasher.hash_one(keys[0], self._start(space, family))
+        if not window and self._cache.is_absent(first, self._clock()):
             self.counts.add("cache_hits", len(keys))
             return Known(np.zeros(len(keys), np.bool_), None)
         hashes = self._hashes(space, family, keys)
         states = self._cache.look(hashes, self._clock())
-        low, high = unknown(states)
+        low, high = unknown_of_window(states) if window else unknown(states)
         present = states == YES
+        if window:
+            present[:low] |= states[:low] == UNKNOWN
         self.counts.add("cache_hits", len(keys) - (high - low))
         if low >= high:
             return Known(present, None)
-        present[:low] = True
+        if not window:
+            present[:low] = True
         self.counts.add("cache_misses", high - low)
-        if not self._searches.begin(family, space, list(keys[low:high]), hashes[low:high]):
+        asked = list(keys[low:high])
+        if not self._searches.begin(family, space, asked, hashes[low:high], window):
             return Known(present, None)
         asking = np.zeros(len(keys), np.bool_)
         asking[low:high] = True
