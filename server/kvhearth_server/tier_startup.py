@@ -34,9 +34,10 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.chain import demotion_region
 from kvhearth_server.tiers.figures import TierFigures
+from kvhearth_server.tiers.remote.bounds import Limits
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
 from kvhearth_server.tiers.remote.process import ProcessMover
-from kvhearth_server.tiers.remote.tier import Limits, Prices, RemoteTier
+from kvhearth_server.tiers.remote.tier import Prices, RemoteTier
 from kvhearth_server.tiers.remote.url import parse_remote
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose

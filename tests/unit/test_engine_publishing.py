@@ -466,3 +466,19 @@ def test_a_window_at_the_remote_needs_its_last_blocks_only() -> None:
     rig.tiering.promote(found.promotion_queue, rig.group(session).number, 9)
     rest(rig)
     assert rig.lookup_all(session, {0: named, 1: named}).hit_tokens == 12 * 16
+
+
+def test_another_tenants_blocks_are_never_found() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL, tenants=("t", "u"))
+    mine, (mover,) = rig.attach(), rig.movers
+    theirs = rig.attach(tenant="u")
+    rig.put(mine, keys(*range(4)))
+    rest(rig)
+    rig.now += 100.0
+    assert known(rig, theirs, keys(*range(4))) == [Tier.NOWHERE] * 4, "the same contract and keys"
+    rig.put(theirs, keys(*range(4)))
+    rest(rig)
+    assert len({space for space, _ in mover.values}) == 2
+    assert len(mover.values) == 8
+    (figures,) = rig.remotes[0].remote_figures()
+    assert figures.tenants["t"]["sent_bytes"] == figures.tenants["u"]["sent_bytes"] > 0

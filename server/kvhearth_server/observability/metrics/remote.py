@@ -40,6 +40,14 @@ def _by_word(names: Mapping[str, str]) -> Read:
     ]
 
 
+def _of_tenants(name: str) -> Read:
+    return lambda now: [
+        ((each.name, tenant), counts.get(name, 0))
+        for each in now.remotes
+        for tenant, counts in each.tenants.items()
+    ]
+
+
 def _seconds(now: Snapshot) -> Samples:
     for each in now.remotes:
         for kind in _KINDS:
@@ -141,6 +149,21 @@ REMOTE: tuple[Metric, ...] = (
         "Bounds that are too low, or a remote that is too slow.",
         _refused,
         ("remote", "direction", "reason"),
+        unit="blocks",
+    ),
+    Metric(
+        "kvhearth_remote_tenant_bytes_total",
+        "Payload sent to a remote, by tenant.",
+        "Whose blocks use the bounds up. While several tenants publish, each has an equal part.",
+        _of_tenants("sent_bytes"),
+        ("remote", "tenant"),
+    ),
+    Metric(
+        "kvhearth_remote_tenant_refused_blocks_total",
+        "Blocks of a tenant that a bound on bytes or requests did not let through at once.",
+        "A tenant that publishes more than its part.",
+        _of_tenants("refused_blocks"),
+        ("remote", "tenant"),
         unit="blocks",
     ),
     Metric(

@@ -33,8 +33,8 @@ Submit = Callable[[Exists, Callable[[Answer], None]], bool]
 
 @dataclass(eq=False)
 class _Search:
-    """One chain: the first ``low`` keys are there, the one at ``high`` is not; with a ``window``, only
-    that many before ``low`` are.
+    """One chain: the first ``low`` keys are there, the one at ``high`` is not; with a ``window``,
+    only that many before ``low`` are.
     """
 
     family: BlockSpec

@@ -46,6 +46,7 @@ from kvhearth_server.tiers.base import (
     gather,
 )
 from kvhearth_server.tiers.figures import RemoteFigures
+from kvhearth_server.tiers.remote.bounds import Bounds, Limits
 from kvhearth_server.tiers.remote.breaker import Breaker
 from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
@@ -66,38 +67,6 @@ _WEIGHT = 0.2
 _SPACES_MAX = 4096
 
 _U64 = npt.NDArray[np.uint64]
-
-
-class Bucket:
-    """Allows ``rate`` units a second and ``burst`` at once; a rate of 0 allows everything.
-
-    A single request may be larger than the bucket: it leaves a debt that others wait for.
-    """
-
-    def __init__(self, rate: float, burst: float, now: float) -> None:
-        self._rate, self._burst = rate, burst
-        self._level, self._at = burst, now
-
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until something may be taken."""
-        if not self._rate:
-            return 0.0
-        passed, self._at = max(0.0, now - self._at), max(self._at, now)
-        self._level = min(self._burst, self._level + passed * self._rate)
-        return 0.0 if self._level > 0 else -self._level / self._rate + 0.001
-
-    def take(self, amount: float) -> None:
-        """Take units, into debt if there are not as many."""
-        self._level -= amount if self._rate else 0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of what is published to a remote; 0 stands for none."""
-
-    bytes_per_s: int = 0
-    bytes_per_day: int = 0
-    requests_per_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,6 +140,7 @@ class RemoteTier(Tier):
         self._names: dict[tuple[Identity, int], str] = {}
         self._cache, self._hasher = cache or ExistenceCache(), Hasher()
         self._starts: dict[tuple[str, int, int], int] = {}
+        self._by_tenant: dict[str, Counts] = {}
         self.use_limits(limits or Limits())
         self._ended: dict[int, tuple[str, float, Callable[[Answer], None]]] = {}
         """Kind, begin and handler of each request to the mover, by its ticket."""
@@ -210,10 +180,7 @@ class RemoteTier(Tier):
 
     def use_limits(self, limits: Limits) -> None:
         """Publish within these bounds from now on."""
-        now, day = self._clock(), limits.bytes_per_day
-        self._per_s = Bucket(limits.bytes_per_s, limits.bytes_per_s, now)
-        self._per_day = Bucket(day / 86400, day / 24, now)
-        self._requests = Bucket(limits.requests_per_s, limits.requests_per_s, now)
+        self._bounds = Bounds(limits, self._clock())
 
     @property
     def batch_blocks_max(self) -> int:
@@ -253,7 +220,11 @@ class RemoteTier(Tier):
         if not len(rows):
             self.counts.add("stores_present", len(batch.keys))
             return self._finish(store)
-        if (held := self._held_back(now)) is not None:
+        identity = self._identify(family)
+        tenant = identity.tenant if identity is not None else ""
+        mine = self._by_tenant.setdefault(tenant, Counts())
+        if (held := self._bounds.held_back(tenant, now)) is not None:
+            mine.add("refused_blocks", len(batch.keys))
             return self._refused("stores", len(batch.keys), held)
         keys = [batch.keys[row] for row in rows.tolist()]
         parents = batch.parent_keys or [b""] * len(batch.keys)
@@ -271,7 +242,8 @@ class RemoteTier(Tier):
             return self._refused("stores", len(batch.keys), ticket)
         self.counts.add("stores_present", len(batch.keys) - len(rows))
         self._inner[store.ticket] = ticket
-        self._take(size * len(rows), len(rows))
+        self._bounds.take(tenant, size * len(rows), len(rows))
+        mine.add("sent_bytes", size * len(rows))
         return store.ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
@@ -329,19 +301,6 @@ class RemoteTier(Tier):
     def _refused(self, what: str, blocks: int, why: Throttled) -> Throttled:
         self.counts.add(f"{what}_refused_{why.reason}", blocks)
         return why
-
-    def _held_back(self, now: float) -> Throttled | None:
-        """Return the bound that allows no store now."""
-        if wait_s := max(self._per_s.wait_s(now), self._requests.wait_s(now)):
-            return Throttled(Refusal.RATE, wait_s)
-        if wait_s := self._per_day.wait_s(now):
-            return Throttled(Refusal.QUOTA, wait_s)
-        return None
-
-    def _take(self, size: int, requests: int) -> None:
-        self._per_s.take(size)
-        self._per_day.take(size)
-        self._requests.take(requests)
 
     def _new_ticket(self) -> int:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
@@ -625,6 +584,7 @@ class RemoteTier(Tier):
                 **{f"mover_{name}": count for name, count in state.counts.items()},
             },
             seconds=dict(self._seconds),
+            tenants={name: dict(each.values) for name, each in self._by_tenant.items()},
         )
         return [now]
 
