@@ -14,6 +14,7 @@ from kvhearth_server.cli.app import run
 from kvhearth_server.cli.machine import Machine
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.tier_startup import fleet_key
+from kvhearth_server.tiers.remote.helper.drivers.base import Refused
 from kvhearth_server.tiers.remote.lifecycle import lifecycle_rule
 from kvhearth_server.tiers.remote.url import parse_remote
 
@@ -151,3 +152,16 @@ def test_a_rule_for_each_kind_of_bucket() -> None:
     assert (found["Filter"], found["Expiration"]) == ({"Prefix": "a/b/1/"}, {"Days": 3})
     assert '"age": 7' in lifecycle_rule(parse_remote("gs://bucket"))
     assert "c/1/" in lifecycle_rule(parse_remote("az://c?account=a"))
+
+
+def test_rdma_that_this_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mooncake.store")
+    from kvhearth_server.tiers.remote.helper.drivers import mooncake
+
+    url = parse_remote("mooncake://h/p?protocol=rdma&direct=yes&insecure=yes")
+    monkeypatch.setattr(mooncake, "_RDMA_DEVICES", Path("/none"))
+    with pytest.raises(Refused, match="no RDMA device"):
+        mooncake.MooncakeDriver(url)
+    monkeypatch.setattr(mooncake, "_RDMA_DEVICES", Path("/"))
+    with pytest.raises(Refused, match="direct=yes is not there yet"):
+        mooncake.MooncakeDriver(url)
