@@ -9,6 +9,8 @@ COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY client ./client
 COPY server ./server
 COPY deploy/docker ./deploy/docker
+# `--build-arg EXTRAS=server,remote`: with the client libraries of remote tiers (some 50 MB more).
+ARG EXTRAS=server
 RUN ./deploy/docker/install.sh /src /image
 
 # No distribution below: install.sh puts the interpreter and the libraries that it loads beside the

@@ -140,6 +140,7 @@ $(SUPPLY)/.ready: deploy/supply.txt
 
 lock: $(SUPPLY)/.ready ## write the image's locks: the newest versions that pyproject.toml allows, with hashes
 	$(COMPILE) --universal --generate-hashes --upgrade --extra server --extra encryption pyproject.toml -o deploy/docker/requirements.lock
+	$(COMPILE) --universal --generate-hashes --extra server --extra encryption --extra s3 --extra valkey --constraint deploy/docker/requirements.lock pyproject.toml -o deploy/docker/remote.lock
 	echo 'hatchling>=1.27' | $(COMPILE) --universal --generate-hashes --upgrade - -o deploy/docker/build.lock
 
 FLOORS := $(VENV)-floors

@@ -8,10 +8,22 @@
 # deploy/docker). IMAGE: a directory; IMAGE/root becomes the image's /, beside it is what the daemon
 # writes to. PYTHON: what builds and, as /usr/local/bin/python3, what the image runs. A C compiler
 # makes the native module; without one the image falls back to numpy.
+#
+# EXTRAS (environment): `server`, or `server,remote` for the client libraries of remote tiers, too
+# (buckets and Valkey; Mooncake's needs libraries of its host).
 set -eu
 source=$1
 image=$2
 python=${3:-python3}
+lock=requirements.lock
+remote=
+for extra in $(echo "${EXTRAS:-server}" | tr ',' ' '); do
+  case $extra in
+    server) ;;
+    remote) lock=remote.lock remote=yes ;;
+    *) echo "EXTRAS: $extra is unknown; write server or server,remote" >&2; exit 1 ;;
+  esac
+done
 root=$image/root
 target=$root/opt/kvhearth
 work=$(mktemp -d)
@@ -34,7 +46,7 @@ wheel=$(echo "$work"/kvhearth-*.whl)
 # A virtual environment without pip: nothing in the image installs anything.
 mkdir -p "$root/opt"
 "$python" -m venv --without-pip --symlinks "$target"
-locked "$target" requirements.lock
+locked "$target" "$lock"
 "$python" -m pip --quiet --python "$target/bin/python3" install --no-compile --no-deps --no-index \
   "$wheel"
 "$python" -m pip --quiet --python "$target/bin/python3" check
@@ -43,8 +55,11 @@ locked "$target" requirements.lock
 # of the native module: with a part of them it would count as compiled from others.
 find "$target/lib" -depth -type d \( -name tests -o -name include -o -path '*/numpy/f2py' -o -path '*/kvhearth/native/src' \) -exec rm -rf {} +
 rm -f "$target"/bin/f2py "$target"/bin/numpy-config
-# cffi compiles modules by these; cryptography's are compiled, and load _cffi_backend only.
-rm -rf "$target"/lib/python3*/site-packages/cffi "$target"/lib/python3*/site-packages/pycparser
+# cffi compiles modules by these; cryptography's are compiled, and load _cffi_backend only. Valkey's
+# client declares its functions as it is loaded.
+if [ -z "$remote" ]; then
+  rm -rf "$target"/lib/python3*/site-packages/cffi "$target"/lib/python3*/site-packages/pycparser
+fi
 # Help and tables show no source code: rich looks for the lexers of text and Python only.
 find "$target"/lib/python3*/site-packages/pygments/lexers -name '*.py' ! -name __init__.py ! -name _mapping.py \
   ! -name special.py ! -name python.py -delete

@@ -1,10 +1,11 @@
 """Builds the Dockerfile's stages without a container engine, into a root directory.
 
-``rootfs.py ROOT`` reads the repository's Dockerfile: it copies the files that the builder's COPY
-lines name (and nothing else), runs the builder's one RUN line, and copies into ROOT the files that
-the last stage takes from it. Since that stage is FROM scratch, ROOT is the whole image, except that
-its interpreter is the one that runs this file instead of the builder's. The settings that a
-container engine keeps beside an image (user, environment, command) go to ``ROOT.json``.
+``rootfs.py ROOT [EXTRAS]`` reads the repository's Dockerfile: it copies the files that the
+builder's COPY lines name (and nothing else), runs the builder's one RUN line, and copies into ROOT
+the files that the last stage takes from it. Since that stage is FROM scratch, ROOT is the whole
+image, except that its interpreter is the one that runs this file instead of the builder's. The
+settings that a container engine keeps beside an image (user, environment, command) go to
+``ROOT.json``.
 """
 
 from __future__ import annotations
@@ -82,8 +83,11 @@ def stages_of(dockerfile: str) -> list[Stage]:
     return stages
 
 
-def build(root: Path, repository: Path = REPOSITORY) -> None:
+def build(root: Path, repository: Path = REPOSITORY, extras: str = "") -> None:
     """Make ``root`` and ``root``.json from the Dockerfile of ``repository``.
+
+    Args:
+        extras: value of the builder's argument EXTRAS; by default the Dockerfile's own.
 
     Raises:
         ValueError: the Dockerfile has an instruction that this file does not support.
@@ -97,7 +101,11 @@ def build(root: Path, repository: Path = REPOSITORY) -> None:
     root.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="kvhearth-image-") as folder:
         source, image = Path(folder, "src"), Path(folder, "image")
-        _run_builder(builder, repository, source, image)
+        arguments = dict(one.text.split("=", 1) for one in builder.each("ARG"))
+        if set(arguments) != {"EXTRAS"}:
+            raise ValueError(f"the builder has other arguments than EXTRAS: {arguments}")
+        extras = extras or arguments["EXTRAS"]
+        _run_builder(builder, repository, source, image, {"EXTRAS": extras})
         for copy in final.each("COPY"):
             taken, target = copy.words
             if copy.options.get("from") != builder.name or not taken.startswith("/image/"):
@@ -109,7 +117,9 @@ def build(root: Path, repository: Path = REPOSITORY) -> None:
     root.with_suffix(".json").write_text(json.dumps(_config(final), indent=2), encoding="utf-8")
 
 
-def _run_builder(builder: Stage, repository: Path, source: Path, image: Path) -> None:
+def _run_builder(
+    builder: Stage, repository: Path, source: Path, image: Path, arguments: dict[str, str]
+) -> None:
     for copy in builder.each("COPY"):
         *taken, target = copy.words
         for name in taken:
@@ -125,7 +135,7 @@ def _run_builder(builder: Stage, repository: Path, source: Path, image: Path) ->
     if commands != [[INSTALLER, "/src", "/image"]]:
         raise ValueError(f"the builder may run only {INSTALLER} /src /image, not {commands}")
     words = [INSTALLER, str(source), str(image), sys.executable]
-    subprocess.run(words, cwd=source, check=True, env=_pip_environment())
+    subprocess.run(words, cwd=source, check=True, env=_pip_environment() | arguments)
 
 
 def _pip_environment() -> dict[str, str]:
@@ -162,7 +172,7 @@ def size_bytes(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: rootfs.py ROOT")
-    build(Path(sys.argv[1]).absolute())
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: rootfs.py ROOT [EXTRAS]")
+    build(Path(sys.argv[1]).absolute(), extras="".join(sys.argv[2:]))
     sys.stdout.write(f"{sys.argv[1]}: {size_bytes(Path(sys.argv[1])) / 1e6:.0f} MB\n")

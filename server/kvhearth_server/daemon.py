@@ -51,8 +51,9 @@ from kvhearth_server.preflight import (
     socket_files,
     socket_refusal,
 )
-from kvhearth_server.tier_startup import TierKind, follow_recovery, open_tiers
+from kvhearth_server.tier_startup import TierKind, follow_recovery, open_tiers, remote_limits
 from kvhearth_server.tiers.base import Tier
+from kvhearth_server.tiers.remote.tier import RemoteTier
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.transport.attach import Admission, AttachServer, Tenancy
 from kvhearth_server.transport.dispatch import Dispatcher
@@ -186,10 +187,23 @@ class Reloader:
         raise_limit(new)
         budget = new.ssd_bytes_per_day if "ssd_bytes_per_day" in changed else None
         self._engine.use(_limits(new), budget)
+        self._use_remotes(new, changed)
         if "log_level" in changed:
             logs.configure(new.log_level, new.log_format)
         self._settings = new
         return Reloaded(changed, restart)
+
+    def _use_remotes(self, new: Settings, changed: Sequence[str]) -> None:
+        """Apply the remotes' bounds if they changed, since new ones begin with full buckets, and
+        what is published.
+        """
+        tiering = self._engine.tiering
+        if tiering is not None and "remote_write" in changed:
+            tiering.use_policy(PublishPolicy(new.remote_write))
+        if any(name.startswith("remote_") and name != "remote_write" for name in changed):
+            for tier in self._engine.tiers:
+                if isinstance(tier, RemoteTier):
+                    tier.use_limits(remote_limits(new))
 
 
 def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Engine:

@@ -21,7 +21,13 @@ from kvhearth_server.memory.durable_file import check_lockable
 from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.plan import ArenaPlan, check_room
 from kvhearth_server.ownership import check_own, foreign
-from kvhearth_server.tier_startup import Probe, check_ssd_dirs, check_ssd_interface, keyring
+from kvhearth_server.tier_startup import (
+    Probe,
+    check_ssd_dirs,
+    check_ssd_interface,
+    fleet_key,
+    keyring,
+)
 from kvhearth_server.tiers.ssd.disk.probe import probe
 
 _TOKEN_CHARS_MIN, _TOKEN_CHARS_MAX = 16, 1024
@@ -56,6 +62,7 @@ def problems(
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("arena_dir", lambda: _arena(settings, kernel or KernelMemory())),
         ("keys_file", lambda: keyring(settings)),
+        ("remote_fleet_key_file", lambda: fleet_key(settings)),
         ("ssd_dirs", lambda: check_ssd_dirs(settings)),
         ("ssd_interface", lambda: check_ssd_interface(settings, tried)),
         ("http", lambda: _http(settings)),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import errno
-import hashlib
 import os
 import time
 from collections import Counter
@@ -23,6 +23,8 @@ from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.keys_file import Key, read_keys, shown_id
 from kvhearth_server.memory.arena import Arena
+from kvhearth_server.memory.mapping import HugepagePolicy
+from kvhearth_server.memory.segments import Segment, create_segment
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign, read_secret
 from kvhearth_server.tiers.base import (
@@ -32,9 +34,10 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.chain import demotion_region
 from kvhearth_server.tiers.figures import TierFigures
+from kvhearth_server.tiers.remote.bounds import Limits
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
 from kvhearth_server.tiers.remote.process import ProcessMover
-from kvhearth_server.tiers.remote.tier import Limits, Prices, RemoteTier
+from kvhearth_server.tiers.remote.tier import Prices, RemoteTier
 from kvhearth_server.tiers.remote.url import parse_remote
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
@@ -63,8 +66,20 @@ Probe = Callable[[str, int], ProbeResult]
 _LOOK_S = 0.1
 _TELL_S = 5.0
 FLEET_KEY_BYTES_MAX = 4096
+LEAVING_BYTES = 32 << 20
+"""Size of the buffer through which hot blocks that the SSD tier drops are published."""
 _log = get_logger("kvhearth.ssd")
 _remote_log = get_logger("kvhearth.remote")
+
+
+class Behind(enum.Enum):
+    """What is behind a tier and takes what it drops: nothing, a tier of this daemon, or shared
+    tiers, which take hot blocks only.
+    """
+
+    NOTHING = enum.auto()
+    OWN = enum.auto()
+    SHARED = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -73,13 +88,13 @@ class TierKind:
 
     Attributes:
         is_on: whether the settings ask for one.
-        open: opens it over regions, the bytes of each arena segment first; the last argument tells
-            whether another tier is behind it, to which it offers what it drops.
+        open: opens it over regions, the bytes of each arena segment first; it offers what it drops
+            to what is behind it.
         shared: whether it is shared, and so behind all others.
     """
 
     is_on: Callable[[Settings], bool]
-    open: Callable[[Settings, Sequence[U8], bool], Tier]
+    open: Callable[[Settings, Sequence[U8], Behind], Tier]
     shared: bool = False
 
 
@@ -97,68 +112,98 @@ def open_tiers(
     wanted = [kind for kind in (TIERS if kinds is None else kinds) if kind.is_on(settings)]
     regions = [segment.view for segment in arena.segments]
     local_count = sum(not kind.shared for kind in wanted)
+    publishes = bool(settings.remote) and settings.remote_write != "never"
+    buffer = _leaving_buffer() if publishes and local_count else None
+    if buffer is not None:
+        regions.append(buffer.view)
     if local_count > 1:
         regions.append(demotion_region())
+    last = Behind.NOTHING if buffer is None else Behind.SHARED
     opened: list[Tier] = []
     with contextlib.ExitStack() as undo:
         for number, kind in enumerate(wanted, 1):
-            opened.append(kind.open(settings, regions, number < local_count))
+            behind = Behind.OWN if number < local_count else last
+            opened.append(kind.open(settings, regions, behind))
             undo.callback(opened[-1].close)
-        for tier in open_remotes(settings, arena):
+        for tier in open_remotes(settings, arena, buffer):
             opened.append(tier)
             undo.callback(tier.close)
         undo.pop_all()
     return opened
 
 
-def open_remotes(settings: Settings, arena: Arena) -> Iterator[RemoteTier]:
-    """Yield the remotes of these settings, each with a helper process; see ``open_tiers``."""
+def _leaving_buffer() -> Segment | None:
+    """Return memory through which blocks that the SSD tier drops are published; None without room
+    for it.
+    """
+    try:
+        return create_segment(LEAVING_BYTES, HugepagePolicy.PREFER)
+    except KVHearthError as error:
+        _remote_log.warning("remote.no_buffer", reason=error.message)
+        return None
+
+
+def open_remotes(
+    settings: Settings, arena: Arena, buffer: Segment | None = None
+) -> Iterator[RemoteTier]:
+    """Yield the remotes of these settings, each with a helper process; see ``open_tiers``.
+
+    Args:
+        buffer: memory beside the arena from which blocks are published, too.
+    """
     key = fleet_key(settings)
+    segments = [*arena.segments, *([buffer] if buffer is not None else [])]
     for index, text in enumerate(settings.remote):
         url = parse_remote(text)
         mover = ProcessMover(
             url,
             key,
-            arena.segments,
+            segments,
             settings.remote_staging,
             index=index,
             log_level=settings.log_level,
             log_format=settings.log_format,
         )
-        regions = [segment.view for segment in arena.segments]
-        limits, prices = remote_limits(settings), remote_prices(settings)
         _remote_log.info("remote.opened", remote=url.place, number=index)
-        yield RemoteTier(mover, regions, url.place, key, limits, prices=prices)
+        regions = [segment.view for segment in segments]
+        limits, prices = remote_limits(settings), remote_prices(settings)
+        tier = RemoteTier(mover, regions, url.place, key, limits, prices=prices)
+        tier.life_s = url.ttl_s
+        tier.buffer_bytes = buffer.bytes if buffer is not None else 0
+        yield tier
 
 
 def fleet_key(settings: Settings) -> bytes:
-    """Return the fleet's secret; without a file, one that everybody knows.
+    """Return the fleet's secret; empty without remotes.
 
     Raises:
-        KVHearthError: ``config_invalid``: the file cannot be read, is not private, or is too short.
+        KVHearthError: ``config_invalid``: there is no file, it cannot be read, is not private, or
+            is too short.
     """
     path = settings.remote_fleet_key_file
     if path is None:
-        if settings.remote:
-            _remote_log.warning(
-                "remote.no_fleet_key",
-                message="whoever reads the remote can guess blocks' names; give all hosts the same "
-                "--remote-fleet-key-file",
-            )
-        return hashlib.sha256(b"kvhearth fleet without a key").digest()
+        if not settings.remote:
+            return b""
+        raise KVHearthError(
+            Reason.CONFIG_INVALID,
+            "remote: needs the fleet's key, of which the blocks' names are made: on one host run "
+            "kvhearth remote init-key FILE, copy FILE to all hosts of the fleet, and give it as "
+            "--remote-fleet-key-file",
+        )
     try:
         found = read_secret(path, FLEET_KEY_BYTES_MAX).strip()
     except OSError as error:
         raise KVHearthError(
             Reason.CONFIG_INVALID,
-            f"remote_fleet_key_file: {path} cannot be used ({error.strerror}); give a file that "
-            "only the daemon's user can read",
+            f"remote_fleet_key_file: {path} cannot be used ({error.strerror}); copy the fleet's "
+            "key there from another host, for the daemon's user only (0600), or make the first one "
+            "with: kvhearth remote init-key FILE",
         ) from None
     if len(found) < FLEET_KEY_BYTES_MIN:
         raise KVHearthError(
             Reason.CONFIG_INVALID,
-            f"remote_fleet_key_file: {path} has {len(found)} bytes, too few for a secret; write "
-            "one with: openssl rand -hex 32",
+            f"remote_fleet_key_file: {path} has {len(found)} bytes, too few for a secret; make "
+            "one with: kvhearth remote init-key FILE",
         )
     return found
 
@@ -176,7 +221,7 @@ def remote_prices(settings: Settings) -> Prices:
 
 
 def _open_ssd(
-    settings: Settings, regions: Sequence[U8], offers: bool, environment: Environment | None
+    settings: Settings, regions: Sequence[U8], behind: Behind, environment: Environment | None
 ) -> SsdTier:
     """Open the SSD tier of these settings.
 
@@ -199,7 +244,8 @@ def _open_ssd(
             regions,
             admission=admission(settings),
             environment=environment,
-            offers=offers,
+            offers=behind is not Behind.NOTHING,
+            only_hot=behind is Behind.SHARED,
         )
     except ValueError as error:
         raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None

@@ -20,18 +20,25 @@ from kvhearth.connectors.vllm.adapter import VllmSettings
 from kvhearth.url import UnixUrl, parse_url
 from kvhearth_server.config.load import ENV_PREFIX, Settings
 from kvhearth_server.config.value_types import parse_size
+from kvhearth_server.tiers.remote.url import parse_remote
 
 ROOT = DEPLOY.parent
 CHART = DEPLOY / "helm/kvhearth"
 TOOLS = ROOT / ".venv-tools/bin"
 RENDER = ROOT / "tests/support/helm_render.py"
 EVERYTHING = {"ssd": {"enabled": True}, "podMonitor": {"enabled": True}}
+REMOTE = {
+    "url": "s3://bucket/kv?region=r&secret_file=/remote/credentials",
+    "secretName": "kvhearth-remote",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "all": EVERYTHING,
     "hugepages": {"hugepages": {"enabled": True}, "host": {"arena": "/dev/hugepages/kvhearth"}},
     "sidecar": {"mode": "sidecar"},
     "sidecar-all": {"mode": "sidecar", "hugepages": {"enabled": True}, **EVERYTHING},
+    "remote": {"remote": {**REMOTE, "serviceAccountName": "kv", "stagingMiB": 512}},
+    "sidecar-remote": {"mode": "sidecar", "remote": REMOTE},
     "placed": {
         "nodeSelector": {"gpu": "yes"},
         "tolerations": [{"operator": "Exists"}],
@@ -127,6 +134,7 @@ def test_the_daemons_settings_fit_its_pod(values: dict[str, Any]) -> None:
     settings = settings_of(daemon)
     limits = daemon["resources"]["limits"]
     beside = settings.memory * 33 // 32 + (64 << 20)
+    beside += settings.remote_staging * len(settings.remote)
     if settings.hugepages == "require":
         needed = on_hugetlbfs(Settings(memory=settings.memory)) * HUGE
         assert parse_size(limits["hugepages-2Mi"]) >= needed
@@ -141,6 +149,23 @@ def test_the_daemons_settings_fit_its_pod(values: dict[str, Any]) -> None:
     assert settings.socket_dir.is_relative_to(mounts["sockets"])
     assert [each.path.is_relative_to(mounts["ssd"]) for each in settings.ssd_dirs] in ([], [True])
     assert daemon["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_the_remotes_secrets_are_files_of_a_secret(mode: str) -> None:
+    spec, daemon = pod_of(rendered({"mode": mode, "remote": REMOTE}))
+    settings = settings_of(daemon)
+    (url,) = [parse_remote(text) for text in settings.remote]
+    (mount,) = [each for each in daemon["volumeMounts"] if each["name"] == "remote"]
+    key = settings.remote_fleet_key_file
+    assert key is not None
+    assert {key.parent, Path(url.secret_file).parent} == {Path(mount["mountPath"])}
+    assert mount["readOnly"] is True
+    (volume,) = [each for each in spec["volumes"] if each["name"] == "remote"]
+    assert volume["secret"] == {"secretName": "kvhearth-remote", "defaultMode": 0o440}
+    group = daemon["securityContext"]["runAsGroup"]
+    assert spec["securityContext"]["fsGroup"] == group, "else the daemon could not read them"
+    assert "remote" not in {each["name"] for each in pod_of(rendered({"mode": mode}))[0]["volumes"]}
 
 
 def test_no_probe_ties_an_engine_to_the_daemon() -> None:
@@ -164,6 +189,8 @@ def test_no_probe_ties_an_engine_to_the_daemon() -> None:
         ({"memory": "4Gi"}, "memory"),
         ({"settings": {"MEMORY": "1"}}, "MEMORY"),
         ({"ssd": {"enabled": "yes"}}, "/ssd/enabled"),
+        ({"remote": {"url": "bucket"}}, "/remote/url"),
+        ({"remote": {"url": "s3://bucket"}}, "secretName"),
     ],
 )
 def test_the_schema_refuses_wrong_values(values: dict[str, Any], wrong: str) -> None:

@@ -26,15 +26,18 @@ from packaging.requirements import Requirement
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ANY_PORT, address_of
 from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
+from support.remote_servers import seaweed
 from support.ssd_kit import new_keys
 
 from kvhearth.connectors.core.settings import URL_ENV, parse_settings
 from kvhearth.connectors.vllm.adapter import VllmSettings
 from kvhearth.url import parse_url
 from kvhearth_lab.harness.engine import contract_of, engine_of
+from kvhearth_server.cli.machine import Machine
 from kvhearth_server.config.load import ENV_PREFIX, Settings
 from kvhearth_server.config.value_types import parse_size
 from kvhearth_server.observability.metrics import TABLE
+from kvhearth_server.tiers.remote.url import parse_remote
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = DEPLOY / "systemd/kvhearth.service"
@@ -190,6 +193,44 @@ def test_compose() -> None:
         assert set(named) <= set(loaded["volumes"])
         assert all((DEPLOY / one).exists() for one in sources if one.startswith("."))
     assert (DEPLOY / services["kvhearth"]["build"]["context"] / "Dockerfile").exists()
+
+
+def test_compose_with_a_remote(tmp_path: Path) -> None:
+    """Its secrets are made by its own program, its SeaweedFS runs with its own words, and the
+    daemon's URL reaches it.
+    """
+    loaded = yaml.safe_load((DEPLOY / "compose.remote.yaml").read_text())
+    services = loaded["services"]
+    daemon, server, first = (services[name] for name in ("kvhearth", "seaweedfs", "remote-secrets"))
+    assert daemon["build"]["args"] == first["build"]["args"] == {"EXTRAS": "server,remote"}
+    base = yaml.safe_load(COMPOSE.read_text())["services"]["kvhearth"]
+    settings = _settings({n: default(v) for n, v in (base | daemon)["environment"].items()})
+    assert settings.remote_fleet_key_file == Path("/remote/fleet.key")
+    for service in (daemon, server, first):
+        assert {volume.split(":")[0] for volume in service["volumes"]} <= set(loaded["volumes"])
+
+    (place := tmp_path / "remote").mkdir()
+    (program,) = first["command"]
+    assert "import json, os, secrets" in program
+    program = program.replace('"/remote"', repr(str(place))).replace("os.chown(", "print(")
+    for _ in range(2):  # a second start keeps them
+        exec(compile(program, "compose.remote.yaml", "exec"), {})
+    assert len((place / "fleet.key").read_text()) == 64
+    made = seaweed(tmp_path / "weed")
+    words = [word.replace("/remote", str(place)) for word in server["command"]]
+    ours = ("-dir=", "-ip", "-master.port", "-volume.port", "-filer.port", "-s3.port")
+    placed = [word for word in made.command if str(word).startswith(ours)]
+    kept = [word for word in words if not word.startswith(("-dir=", "-ip"))]
+    made.command = [made.command[0], *kept, *placed]
+    url = settings.remote[0].replace("seaweedfs:8333", f"127.0.0.1:{made.port}")
+    url = url.replace("/remote/credentials", str(place / "credentials"))
+    made.start()
+    try:
+        key = (place / "fleet.key").read_bytes()
+        until(lambda: Machine().remote_problem(parse_remote(url), key) == "", "it works", 60)
+        assert "another key" in Machine().remote_problem(parse_remote(url), b"k" * 32)
+    finally:
+        made.stop()
 
 
 # -- engines ---------------------------------------------------------------------------------------
@@ -473,7 +514,7 @@ def test_a_real_prometheus_answers_every_query_of_the_dashboard(
 
 # -- what the image installs -----------------------------------------------------------------------
 
-LOCKS = ("requirements.lock", "build.lock")
+LOCKS = ("requirements.lock", "remote.lock", "build.lock")
 
 
 def _locked(name: str) -> list[tuple[Requirement, int]]:
@@ -498,12 +539,17 @@ def test_a_lock_names_versions_and_hashes_and_no_host(name: str) -> None:
     assert [line for line in text.splitlines() if line.startswith(("-", "#"))] == []
 
 
-def test_the_lock_is_of_what_the_project_asks_for() -> None:
+@pytest.mark.parametrize("name", ["requirements.lock", "remote.lock"])
+def test_the_lock_is_of_what_the_project_asks_for(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["server"], *extras["encryption"]]
-    wanted.remove("kvhearth[server]")
-    locked = {each.name: each.specifier for each, _ in _locked("requirements.lock")}
+    if name == "remote.lock":
+        wanted += [*extras["s3"], *extras["valkey"]]
+    wanted = [each for each in wanted if each != "kvhearth[server]"]
+    locked = {each.name: each.specifier for each, _ in _locked(name)}
+    plain = {each.name: each.specifier for each, _ in _locked("requirements.lock")}
+    assert locked.items() >= plain.items(), "both images have the same versions"
     for requirement in map(Requirement, wanted):
         (version,) = locked[requirement.name]
         assert requirement.specifier.contains(version.version), f"{requirement}: run make lock"

@@ -213,6 +213,8 @@ def test_bump_epoch(daemon: Daemon) -> None:
         right = json.dumps({"expected_epoch": space["epoch"]}).encode()
         assert ask(daemon, path, "POST", right, admin=True).json["epoch"] == space["epoch"] + 1
         assert ask(daemon, path, "POST", admin=True).json["epoch"] == space["epoch"] + 2
+        bad = json.dumps({"label": "two\nlines"}).encode()
+        problem(ask(daemon, path, "POST", bad, admin=True), 400, "bad_message")
         # The engine keeps its weights, and must not pass them off as the new ones.
         assert engine.client.lookup({0: new_keys(1)}).reason == "stale_epoch"
     with engine_of(daemon.url(), contract, "new") as engine:

@@ -140,11 +140,16 @@ def test_what_operators_do(daemon: Daemon, capsys: pytest.CaptureFixture[str], d
         epoch = engine.client.epoch
     for verb, words, path in (
         ("evict", ("evict", DIGEST, "--keep", "256KiB"), f"namespaces/{DIGEST}:evict"),
-        ("forget", ("forget", DIGEST, "--yes"), f"namespaces/{DIGEST}:bump-epoch"),
+        (
+            "forget",
+            ("forget", DIGEST, "--yes", "--label=step 2"),
+            f"namespaces/{DIGEST}:bump-epoch",
+        ),
         ("drain", ("drain",), "admin:drain"),
     ):
         if door == "http":
-            body = b'{"keep_bytes": 262144}' if verb == "evict" else None
+            bodies = {"evict": b'{"keep_bytes": 262144}', "forget": b'{"label": "step 2"}'}
+            body = bodies.get(verb)
             assert ask(daemon, f"/v1/{path}", "POST", body, admin=True).status == 200
         else:
             assert app.run([*words, "--socket-dir", str(daemon.socket_dir)]) == 0
@@ -154,7 +159,8 @@ def test_what_operators_do(daemon: Daemon, capsys: pytest.CaptureFixture[str], d
         assert re.fullmatch(wanted, found["peer"])
         assert verb == "drain" or found["namespace"] == DIGEST
     assert event(daemon, "admin.evict")["evicted_blocks"] == 4
-    assert event(daemon, "admin.forget")["epoch"] == epoch + 1
+    forgotten = event(daemon, "admin.forget")
+    assert (forgotten["epoch"], forgotten["label"]) == (epoch + 1, "step 2")
 
 
 def test_an_engine_that_voids_blocks_is_told(daemon: Daemon) -> None:

@@ -12,6 +12,9 @@ from support.movers import SPACE, mover_desk
 
 from kvhearth_server.cli.app import run
 from kvhearth_server.cli.machine import Machine
+from kvhearth_server.config.load import load_settings
+from kvhearth_server.tier_startup import fleet_key
+from kvhearth_server.tiers.remote.helper.drivers.base import Refused
 from kvhearth_server.tiers.remote.lifecycle import lifecycle_rule
 from kvhearth_server.tiers.remote.url import parse_remote
 
@@ -70,11 +73,12 @@ def test_purge_leaves_what_others_made(folder: Path, capsys: pytest.CaptureFixtu
     assert run(list(words)) == 2, "without --yes"
     assert blocks(folder) == 4
     assert said(capsys, *words, "--yes", "--space", "0" * 32)["removed"] == 0
+    assert (folder / "fleet-1").exists()
     assert said(capsys, *words, "--yes")["removed"] == 4
     assert blocks(folder) == 0
     assert (folder / "theirs.txt").exists()
     assert (folder / "1" / "notes").exists()
-    assert (folder / "1" / "fleet").exists()
+    assert not (folder / "fleet-1").exists(), "nobody's any more"
 
 
 def test_a_remote_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +100,50 @@ def test_the_doctor_probes(tmp_path: Path) -> None:
         assert "bucket exists" in machine.remote_problem(url, b"k" * 32)
 
 
+def test_a_key_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.key"
+    assert run(["remote", "init-key", str(path)]) == 0
+    made = path.read_text()
+    assert len(bytes.fromhex(made)) == 32
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert f"remote_fleet_key_file: {path}" in capsys.readouterr().out
+    assert run(["remote", "init-key", str(path)]) == 2
+    assert "copy it to the other hosts" in capsys.readouterr().err
+    assert path.read_text() == made
+    assert run(["remote", "init-key", str(tmp_path / "none" / "key")]) == 2
+    settings = load_settings({"remote": ["file:///mnt/kv"], "remote_fleet_key_file": str(path)})
+    assert fleet_key(settings).decode() == made.strip()
+
+
+def test_no_daemon_starts_without_its_fleets_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["serve", "--socket-dir", str(tmp_path), "--remote", f"file://{tmp_path}"]
+    assert run(words) == 2
+    assert "kvhearth remote init-key" in capsys.readouterr().err
+    key = tmp_path / "key"
+    key.write_text("a" * 64)
+    key.chmod(0o644)
+    assert run([*words, "--remote-fleet-key-file", str(key)]) == 2
+    assert "0600" in capsys.readouterr().err
+    key.chmod(0o600)
+    key.write_text("short")
+    assert run([*words, "--remote-fleet-key-file", str(key)]) == 2
+    assert "too few" in capsys.readouterr().err
+
+
+def test_a_lost_key_is_told_and_a_purge_gives_the_remote_to_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, url = Machine(), parse_remote(f"file://{tmp_path}")
+    assert machine.remote_problem(url, b"k" * 32) == ""
+    problem = machine.remote_problem(url, b"l" * 32)
+    assert "copy that fleet's key file" in problem
+    assert "kvhearth remote purge --yes" in problem
+    said(capsys, "remote", "purge", "--yes", "--remote", f"file://{tmp_path}")
+    assert machine.remote_problem(url, b"l" * 32) == ""
+
+
 def test_a_rule_for_each_kind_of_bucket() -> None:
     rule = lifecycle_rule(parse_remote("s3://bucket/a/b?ttl=3d"))
     assert "--bucket bucket" in rule
@@ -104,3 +152,16 @@ def test_a_rule_for_each_kind_of_bucket() -> None:
     assert (found["Filter"], found["Expiration"]) == ({"Prefix": "a/b/1/"}, {"Days": 3})
     assert '"age": 7' in lifecycle_rule(parse_remote("gs://bucket"))
     assert "c/1/" in lifecycle_rule(parse_remote("az://c?account=a"))
+
+
+def test_rdma_that_this_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mooncake.store")
+    from kvhearth_server.tiers.remote.helper.drivers import mooncake
+
+    url = parse_remote("mooncake://h/p?protocol=rdma&direct=yes&insecure=yes")
+    monkeypatch.setattr(mooncake, "_RDMA_DEVICES", Path("/none"))
+    with pytest.raises(Refused, match="no RDMA device"):
+        mooncake.MooncakeDriver(url)
+    monkeypatch.setattr(mooncake, "_RDMA_DEVICES", Path("/"))
+    with pytest.raises(Refused, match="direct=yes is not there yet"):
+        mooncake.MooncakeDriver(url)

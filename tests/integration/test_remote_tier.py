@@ -12,6 +12,9 @@ from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, ask, scraped
 from support.ssd_kit import SSD, new_keys
 
+from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.app import run
+
 ALL = {"remote_write": "all"}
 
 
@@ -124,6 +127,30 @@ def test_a_fleet_finds_blocks_by_its_key_and_the_label_of_the_weights(tmp_path: 
         assert loaded(engine, keys) == 0
 
 
+def test_operators_name_new_weights(tmp_path: Path) -> None:
+    keys = new_keys(8)
+
+    def forget(daemon: Daemon, *more: str) -> None:
+        with AdminClient(daemon.socket_dir) as client:
+            (space,) = client.namespaces().namespaces
+        words = ["forget", space.namespace, "--yes", "--socket-dir", str(daemon.socket_dir), *more]
+        assert run(words) == 0
+
+    with pair(tmp_path / "shared") as (one, other):
+        for daemon in (one, other):
+            with cached_engine(daemon.url()) as engine:
+                engine.store(new_keys(1))
+                published(daemon, 1)
+            forget(daemon, "--label", "step 1")
+        with cached_engine(one.url()) as engine:
+            engine.store(keys)
+            published(one, 1 + len(keys))
+        comes(other, keys)
+        forget(other)
+        with cached_engine(other.url()) as engine:
+            assert loaded(engine, keys) == 0, "weights without a label"
+
+
 def test_an_engine_keeps_its_label_over_a_cold_start_of_its_daemon(tmp_path: Path) -> None:
     keys, first = new_keys(8), new_keys(8)
     with pair(tmp_path / "shared") as (one, other):
@@ -140,6 +167,34 @@ def test_an_engine_keeps_its_label_over_a_cold_start_of_its_daemon(tmp_path: Pat
             until(lambda: engine.client.boot_id not in ("", boot_id), "it attaches again")
             until(lambda: loaded(engine, keys) == len(keys), "blocks of its weights come")
             assert loaded(engine, first) == 0, "blocks of the first weights do not"
+
+
+def test_bounds_and_policy_change_while_it_serves(tmp_path: Path) -> None:
+    (remote := tmp_path / "remote").mkdir()
+    first, second, config = new_keys(4), new_keys(4), tmp_path / "settings.yaml"
+    config.write_text("remote_write: all\n")
+    shared = {"remote": f"file://{remote}", "config": config}
+    with stopped_daemon(arena=False, **shared) as daemon:
+        daemon.start()
+        with cached_engine(daemon.url()) as engine, AdminClient(daemon.socket_dir) as operator:
+            engine.store(first)
+            published(daemon, len(first))
+            config.write_text(
+                "remote_write: never\nremote_bytes_per_s: 1MiB\nremote_staging: 9MiB\n"
+            )
+            done = operator.reload_settings()
+            assert sorted(done.changed) == ["remote_bytes_per_s", "remote_write"]
+            assert list(done.needs_restart) == ["remote_staging"]
+            engine.store(second)
+            config.write_text("remote_write: all\nremote_bytes_per_s: 1\n")
+            assert sorted(operator.reload_settings().changed) == [
+                "remote_bytes_per_s",
+                "remote_write",
+            ]
+            engine.store(new_keys(4))
+            published(daemon, len(first) + 1)
+            engine.store(new_keys(4))
+        assert daemon.counters()["published_blocks"] <= len(first) + 4, "a byte a second"
 
 
 def test_a_remote_that_is_not_there_costs_nothing_and_is_told(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from kvhearth.results import CommitGroup, LookupResult
 ROOT = Path(__file__).resolve().parents[2]
 HADOLINT = ROOT / ".venv-tools/bin/hadolint"
 INSTALLED_BYTES_MAX = 200_000_000
+WITH_REMOTES_BYTES_MAX = 270_000_000
 PAGE_BYTES = 64 << 10
 BLOCKS = 16
 _IMPORT_ALL = """
@@ -93,6 +94,17 @@ def test_all_that_is_copied_is_sent_to_the_engine() -> None:
     copied = {Path(n).as_posix() for one in builder.each("COPY") for n in one.words[:-1]}
     assert copied == sent
     assert all((ROOT / name).exists() for name in sent)
+
+
+def test_only_known_extras_are_installed(tmp_path: Path) -> None:
+    words = [ROOT / "deploy/docker/install.sh", ROOT, tmp_path / "image", sys.executable]
+    environment = {**os.environ, "EXTRAS": "server,rdma"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "EXTRAS: rdma is unknown; write server or server,remote\n",
+    )
+    assert not (tmp_path / "image").exists()
 
 
 # -- the built image -------------------------------------------------------------------------------
@@ -199,6 +211,35 @@ def test_store_kill_adopt_from_outside(jailed: Jail) -> None:
     finally:
         client.close()
     assert '"adopted_blocks": 16' in jailed.log().replace('":16', '": 16')
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_image_with_remotes_serves_one() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="kvh-root-"))
+    folder.chmod(0o755)
+    try:
+        root = build_root(folder / "root", "server,remote")
+        size = _rootfs().size_bytes(root)
+        print(f"installed: {size / 1e6:.0f} MB")
+        assert size <= WITH_REMOTES_BYTES_MAX
+        with directories() as (sockets, arena):
+            assert arena is not None
+            with jail(root, sockets, arena) as jailed:
+                done = jailed.run("python3", "-c", "import glide_sync, obstore")
+                assert done.returncode == 0, done.stderr
+                key = "/run/kvhearth/fleet.key"
+                done = jailed.run("kvhearth", "remote", "init-key", key)
+                assert done.returncode == 0, done.stderr
+                flags = ["--memory", "64MiB", "--slab-bytes", "2MiB", "--hugepages", "off"]
+                flags += ["--remote", "file:///arena", "--remote-staging", "8MiB"]
+                if os.geteuid() == 0:
+                    flags += ["--allow-uids", str(OVERFLOW_UID)]
+                jailed.start(*flags, "--remote-fleet-key-file", key, "--http", "off")
+                marked = arena / "fleet-1"
+                until(marked.exists, "the helper has probed the remote", 20)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unprivileged(jailed: Jail) -> None:

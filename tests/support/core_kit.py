@@ -21,6 +21,7 @@ from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.lookup import Found, KeysItem, Presence
 from kvhearth_server.core.membership import Joining
+from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.reservations import CommitItem, Reserved, SlotsItem
 from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import CoreState, Limits
@@ -171,6 +172,10 @@ class Rig:
     def group(self, session: int) -> Group:
         """The group of a session."""
         return self.state.group_of(session)
+
+    def space(self, session: int) -> Namespace:
+        """Return the session's namespace."""
+        return self.state.namespaces.get(self.group(session).namespace)
 
     def epoch(self, session: int) -> int:
         """The epoch of a session's namespace."""

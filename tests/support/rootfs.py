@@ -42,9 +42,9 @@ root.
 """
 
 
-def build_root(place: Path) -> Path:
+def build_root(place: Path, *extras: str) -> Path:
     """Run rootfs.py; skip the test where packages are not available."""
-    words = [sys.executable, str(ROOTFS), str(place)]
+    words = [sys.executable, str(ROOTFS), str(place), *extras]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode and "No matching distribution" in done.stderr:
         pytest.skip(f"the packages cannot be had here: {done.stderr[-300:]}")

@@ -199,6 +199,8 @@ class TierRig(Rig):
         local: bool = True,
         remotes: int = 0,
         policy: PublishPolicy = PublishPolicy.REUSE,
+        buffer_bytes: int = 0,
+        life_s: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(slabs, **options)
@@ -206,6 +208,9 @@ class TierRig(Rig):
         self.regions = [
             np.zeros(self.geometry.segment_bytes(index), np.uint8) for index in range(count)
         ]
+        if buffer_bytes:
+            self.regions.append(np.zeros(buffer_bytes, np.uint8))
+        mapped = len(self.regions)
         if behind:
             self.regions.append(demotion_region())
         self.tier = FakeTier(self.regions, capacity_bytes, batch_blocks_max=256)
@@ -218,11 +223,14 @@ class TierRig(Rig):
         self.to_sum: list[Sum] = []
         tiers: list[Tier] = [self.tier] if local else []
         tiers += [self.behind] if behind else []
-        self.movers = [ScriptedMover(self.regions[:count]) for _ in range(remotes)]
+        reached = self.regions[:mapped]
+        self.movers = [ScriptedMover(reached) for _ in range(remotes)]
         self.remotes = [
-            RemoteTier(mover, self.regions[:count], f"r{number}", bytes(16), clock=lambda: self.now)
+            RemoteTier(mover, reached, f"r{number}", bytes(16), clock=lambda: self.now)
             for number, mover in enumerate(self.movers)
         ]
+        for remote in self.remotes:
+            remote.life_s, remote.buffer_bytes = life_s, buffer_bytes
         tiers += self.remotes
         self.tiering = Tiering(self.core, tiers, LINEAGE, self.call, lambda: self.now, policy)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.core_kit import key, keys
+from support.core_kit import contract, full, key, keys, window
 from support.mover_double import ScriptedMover
 from support.tier_rig import TierRig
 
@@ -12,7 +12,7 @@ from kvhearth.errors import Reason
 from kvhearth.model import Tier
 from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.slot_table import CopyState
-from kvhearth_server.tiers.base import Failed, Throttled
+from kvhearth_server.tiers.base import Failed, Offer, Throttled
 from kvhearth_server.tiers.remote.mover import Put
 
 ALL, REUSE, NEVER = PublishPolicy.ALL, PublishPolicy.REUSE, PublishPolicy.NEVER
@@ -309,3 +309,176 @@ def test_a_dead_remote_leaves_lookups_as_they_are() -> None:
     assert not found.asking
     assert not mover.requests
     assert np.count_nonzero(found.groups[0].present) == 4
+
+
+def leave(rig: TierRig, session: int, named: list[bytes]) -> None:
+    """Have the SSD offer hot blocks and drop them at its next step, as when it needs the room."""
+    space = rig.space(session)
+    rig.tier.offers.append(Offer(rig.tiering.family(space, 0), named))
+    rig.turn(2)  # a read that has begun ends
+    rig.tier.evict(named)
+    rest(rig)
+
+
+def test_hot_blocks_that_the_ssd_drops_are_published_from_memory() -> None:
+    rig = TierRig(remotes=1)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.save(session, keys(*range(4)))
+    leave(rig, session, keys(2, 3))
+    assert put_keys(mover) == keys(*range(4)), "with those before them"
+    leave(rig, session, keys(2, 3))
+    assert put_keys(mover) == keys(*range(4)), "each once"
+
+
+def test_hot_blocks_that_the_ssd_alone_has_are_read_and_published() -> None:
+    rig = TierRig(remotes=1, buffer_bytes=1 << 20)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.save(session, keys(*range(4)))
+    rig.drop(session, keys(*range(4)))
+    leave(rig, session, keys(*range(4)))
+    assert put_keys(mover) == keys(*range(4))
+    assert rig.count_of("published_blocks") == 4
+    assert not rig.tier.keys()
+    rig.want(session, keys(*range(4)), lease_id=99)
+    rest(rig)
+    assert rig.in_memory(session, keys(*range(4))) == [True] * 4
+
+
+@pytest.mark.parametrize("why", ["no buffer", "busy", "down", "refused", "gone"])
+def test_hot_blocks_are_left_out_rather_than_waited_for(why: str) -> None:
+    rig = TierRig(remotes=1, buffer_bytes=0 if why == "no buffer" else 1 << 20)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.save(session, keys(*range(4)))
+    rig.drop(session, keys(*range(4)))
+    mover.up = why != "down"
+    rig.turn()
+    if why == "busy":
+        rig.tier.held = True
+        offer = Offer(rig.tiering.family(rig.space(session), 0), keys(0, 1))
+        rig.tier.offers.append(offer)
+        rig.turn()
+        assert offer.settled
+    if why == "refused":
+        mover.refusal = Throttled("queue")  # type: ignore[arg-type]
+    offer = Offer(rig.tiering.family(rig.space(session), 0), keys(2, 3))
+    if why == "gone":
+        rig.tier.lose(keys(2, 3))
+    rig.tier.offers.append(offer)
+    rig.turn()
+    assert offer.settled, "eviction goes on at once"
+    rig.tier.held = False
+    rig.turn(3)
+    rest(rig)
+    skipped = rig.count_of("publish_skipped", "leaving") + rig.count_of("publish_skipped", "queue")
+    assert skipped == 2
+    assert put_keys(mover) == (keys(0, 1) if why == "busy" else [])
+
+
+def test_what_the_ssd_drops_of_old_weights_stays_off_the_remote() -> None:
+    rig = TierRig(remotes=1, buffer_bytes=1 << 20)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.save(session, keys(0, 1))
+    rig.drop(session, keys(0, 1))
+    family = rig.tiering.family(rig.space(session), 0)
+    rig.call(rig.core.bump_epoch, session, rig.epoch(session), label="step 2")
+    rig.tier.offers.append(Offer(family, keys(0, 1)))
+    rig.turn(4)
+    assert not mover.requests
+
+
+def test_a_use_in_the_second_half_of_its_life_renews_a_block() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL, life_s=100.0)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(*range(4)))
+    rest(rig)
+    for now, count in ((49.0, 4), (51.0, 8), (52.0, 8), (90.0, 8), (102.0, 12)):
+        rig.now = now
+        rig.turn()
+        use(rig, session, keys(*range(4)))
+        assert len(put_keys(mover)) == count, f"at {now} s"
+    assert [each.replace for each in mover.requests if isinstance(each, Put)][-2:] == [True, True]
+    assert rig.count_of("renewed_blocks") == 8
+
+
+def test_a_renewal_that_fails_is_tried_again_after_a_pause() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL, life_s=160.0)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(0, 1))
+    rest(rig)
+    mover.failure = Failed("io")  # type: ignore[arg-type]
+    for now, count in ((81.0, 4), (85.0, 4), (95.0, 6)):
+        rig.now = now
+        rig.turn()
+        use(rig, session, keys(0, 1))
+        assert len(put_keys(mover)) == count, f"at {now} s"
+        mover.failure = None
+
+
+def test_without_a_ttl_nothing_is_renewed() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(0, 1))
+    rest(rig)
+    rig.now = 1e6
+    rig.turn()
+    use(rig, session, keys(0, 1))
+    assert len(put_keys(mover)) == 2
+
+
+def test_the_policy_may_change() -> None:
+    rig = TierRig(local=False, remotes=1, policy=NEVER)
+    session, (mover,) = rig.attach(), rig.movers
+    rig.put(session, keys(0, 1))
+    rig.tiering.use_policy(ALL)
+    rig.put(session, keys(2, 3))
+    assert rig.core.publishing.waiting == 2
+    rig.tiering.use_policy(NEVER)
+    rest(rig)
+    assert (put_keys(mover), rig.count_of("publish_skipped", "never")) == ([], 2)
+    rig.tiering.use_policy(ALL)
+    rig.put(session, keys(4))
+    rest(rig)
+    assert put_keys(mover) == keys(4)
+
+
+def test_a_window_at_the_remote_needs_its_last_blocks_only() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL)
+    session, (mover,) = rig.attach(contract(full(), window(64))), rig.movers
+    named = keys(*range(12))
+    for kv_group in (0, 1):
+        rig.put(session, named, kv_group=kv_group)
+    rest(rig)
+    for kv_group in (0, 1):
+        rig.drop(session, named, kv_group)
+    early = keys(*range(8))
+    spaces = {request.family.group: request.space for request in mover.requests}
+    for each in early:  # the remote dropped what nobody reads
+        del mover.values[spaces[1], each]
+    rig.now += 100.0  # the existence cache has forgotten
+    mover.requests.clear()
+    found = rig.lookup_all(session, {0: named, 1: named})
+    assert found.asking
+    rig.turn(4)
+    found = rig.lookup_all(session, {0: named, 1: named}, lease_id=9)
+    assert not found.asking
+    wanted = {request.kv_group: request.keys for request in found.promotion_queue}
+    assert wanted == {0: named, 1: keys(*range(8, 12))}
+    rig.tiering.promote(found.promotion_queue, rig.group(session).number, 9)
+    rest(rig)
+    assert rig.lookup_all(session, {0: named, 1: named}).hit_tokens == 12 * 16
+
+
+def test_another_tenants_blocks_are_never_found() -> None:
+    rig = TierRig(local=False, remotes=1, policy=ALL, tenants=("t", "u"))
+    mine, (mover,) = rig.attach(), rig.movers
+    theirs = rig.attach(tenant="u")
+    rig.put(mine, keys(*range(4)))
+    rest(rig)
+    rig.now += 100.0
+    assert known(rig, theirs, keys(*range(4))) == [Tier.NOWHERE] * 4, "the same contract and keys"
+    rig.put(theirs, keys(*range(4)))
+    rest(rig)
+    assert len({space for space, _ in mover.values}) == 2
+    assert len(mover.values) == 8
+    (figures,) = rig.remotes[0].remote_figures()
+    assert figures.tenants["t"]["sent_bytes"] == figures.tenants["u"]["sent_bytes"] > 0

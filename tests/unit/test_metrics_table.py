@@ -90,6 +90,7 @@ def a_remote() -> RemoteFigures:
         mover_up=True,
         counts={"stored_blocks": 90, "put_keys": 91, "breaker_openings": 92},
         seconds={"put": 93.5},
+        tenants={"t": {"sent_bytes": 95, "refused_blocks": 96}},
         **numbers,
     )
 
@@ -347,6 +348,8 @@ def test_a_remotes_figures() -> None:
     assert value(found, "remote_request_seconds_total", remote="s3://b", kind="put") == 93.5
     assert value(found, "remote_cost_dollars_total", remote="s3://b") == 58
     assert value(found, "remote_breaker_openings_total", remote="s3://b") == 92
+    assert value(found, "remote_tenant_bytes_total", remote="s3://b", tenant="t") == 95
+    assert value(found, "remote_tenant_refused_blocks_total", remote="s3://b", tenant="t") == 96
     none = scraped(a_snapshot(remotes=[]))
     assert not [name for name, _ in none if "_remote_" in name and "gateway" not in name]
 

@@ -19,9 +19,10 @@ from kvhearth_server.tiers.base import (
     StoreBatch,
     Throttled,
 )
+from kvhearth_server.tiers.remote.bounds import Limits
 from kvhearth_server.tiers.remote.cache import NEGATIVE_S, POSITIVE_S
 from kvhearth_server.tiers.remote.mover import Delete, Exists, Put
-from kvhearth_server.tiers.remote.tier import Limits, Prices, RemoteTier
+from kvhearth_server.tiers.remote.tier import Prices, RemoteTier
 
 OF = family()
 

@@ -176,6 +176,24 @@ def test_a_tier_that_drains_evicts_nothing_that_it_offered(tmp_path: Path) -> No
     tier.close()
 
 
+def test_blocks_that_nobody_used_are_not_offered_to_shared_tiers(tmp_path: Path) -> None:
+    arena = Arena()
+    tier = SsdTier(
+        settings(tmp_path / "one", segments=6), [arena.bytes], offers=True, only_hot=True
+    )
+    desk = Desk(tier, arena)
+    desk.settle()
+    number = 0
+    while not tier.counts["evicted_blocks"]:
+        assert number < 2000, "nothing is evicted"
+        desk.store_all(range(number, number + 12))
+        number += 12
+        assert tier.take_offers() == []
+    assert tier.drain(DEADLINE_S)
+    tier.check()
+    tier.close()
+
+
 def test_blocks_too_large_for_one_directory_do_not_use_its_segments_up(tmp_path: Path) -> None:
     arena = Arena()
     small, large = tmp_path / "small", tmp_path / "large"

@@ -109,6 +109,14 @@ SERVE = module("kvhearth_server.cli.app", "serve")
 """Starts ``kvhearth serve`` and nothing else."""
 
 
+def _fleet_key_file(folder: Path) -> Path:
+    """Write the key of a fleet that all daemons here are of."""
+    path = folder / "fleet.key"
+    path.touch(0o600)
+    path.write_text("0" * 64)
+    return path
+
+
 class Daemon:
     """One daemon's settings and directories, and its process, if it runs.
 
@@ -135,6 +143,8 @@ class Daemon:
         self.log_path = folder / "daemon.log"
         self.arena_dir = arena_dir
         self.settings = {"log_format": "json", **settings}
+        if settings.get("remote") and "remote_fleet_key_file" not in settings:
+            self.settings["remote_fleet_key_file"] = _fleet_key_file(folder)
         self.environment: dict[str, str] = {}
         self.starts = 0
         self.process: Process | None = None

@@ -143,6 +143,16 @@ FORGET_EPILOG = "Example: kvhearth forget 3f9c; kvhearth forget 3f9c --yes --jso
 def forget(
     namespace: Prefix,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            "--label",
+            help="Name of the new weights, such as a training step, by which hosts "
+            "share blocks at remotes. Default: the namespace is off the remotes.",
+            metavar="TEXT",
+            show_default=False,
+        ),
+    ] = None,
     socket_dir: SocketDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -157,7 +167,7 @@ def forget(
         space = daemon.namespace(namespace)
         if not yes:
             _ask(space)
-        reply = daemon.forget(space.namespace, space.epoch)
+        reply = daemon.forget(space.namespace, space.epoch, label)
     if as_json:
         say_json(plain(reply) | {"namespace": space.namespace})
     else:

@@ -116,9 +116,15 @@ class AdminClient:
         request = admin_pb2.EvictRequest(namespace=namespace, keep_bytes=keep_bytes, tier=tier)
         return self._ask(request, admin_pb2.EvictResponse)
 
-    def forget(self, namespace: str, epoch: int) -> admin_pb2.ForgetNamespaceResponse:
-        """Make all blocks of a namespace (all 64 hex digits) invalid, if ``epoch`` is current."""
-        request = admin_pb2.ForgetNamespaceRequest(namespace=namespace, expected_epoch=epoch)
+    def forget(
+        self, namespace: str, epoch: int, label: str | None = None
+    ) -> admin_pb2.ForgetNamespaceResponse:
+        """Make all blocks of a namespace (all 64 hex digits) invalid, if ``epoch`` is current;
+        ``label`` names the new weights at remotes.
+        """
+        request = admin_pb2.ForgetNamespaceRequest(
+            namespace=namespace, expected_epoch=epoch, label=label
+        )
         return self._ask(request, admin_pb2.ForgetNamespaceResponse)
 
     def drain(self) -> admin_pb2.DrainResponse:

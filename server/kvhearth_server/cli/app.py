@@ -151,10 +151,11 @@ def _add_remotes(app: typer.Typer) -> None:
     from kvhearth_server.cli import remote
 
     remotes = typer.Typer(
-        help="Show or remove what a remote tier holds.",
+        help="Make a fleet's key; show or remove what a remote tier holds.",
         epilog=remote.USAGE_EPILOG,
         no_args_is_help=True,
     )
+    remotes.command("init-key", epilog=remote.INIT_KEY_EPILOG)(remote.init_key)
     remotes.command("usage", epilog=remote.USAGE_EPILOG)(remote.usage)
     remotes.command("sweep", epilog=remote.SWEEP_EPILOG)(remote.sweep)
     remotes.command("purge", epilog=remote.PURGE_EPILOG)(remote.purge)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -18,12 +21,14 @@ from kvhearth_server.config.value_types import parse_duration_s
 from kvhearth_server.tiers.base import Done
 from kvhearth_server.tiers.remote.helper.__main__ import open_driver
 from kvhearth_server.tiers.remote.helper.drivers.base import Driver, Listed, Refused
-from kvhearth_server.tiers.remote.names import LAYOUT, is_object_name, is_probe_name
+from kvhearth_server.tiers.remote.names import LAYOUT, MARK_NAME, is_object_name, is_probe_name
 from kvhearth_server.tiers.remote.url import RemoteUrl, parse_remote
 
 USAGE_EPILOG = "Example: kvhearth remote usage --remote 's3://bucket/kv?region=eu-central-1'"
 SWEEP_EPILOG = "Example: kvhearth remote sweep --older-than 7d --remote file:///mnt/shared/kv"
+INIT_KEY_EPILOG = "Example: kvhearth remote init-key /etc/kvhearth/fleet.key"
 PURGE_EPILOG = "Example: kvhearth remote purge --yes --remote file:///mnt/shared/kv"
+_KEY_BYTES = 32
 _PORTION = 500
 _DELETE_S = 30.0
 _PROBE_AGE_S = 3600.0
@@ -118,7 +123,7 @@ async def _usage(driver: Driver) -> Found:
         for each in portion:
             if is_object_name(each.name):
                 found.spaces[each.name.split("/")[1]].add(each)
-            elif not each.name.startswith(f"{LAYOUT}/"):
+            elif not each.name.startswith(f"{LAYOUT}/") and each.name != MARK_NAME:
                 found.foreign += 1
     return found
 
@@ -156,6 +161,8 @@ async def _sweep(driver: Driver, before_s: float, space: str) -> tuple[int, int]
 
 async def _purge(driver: Driver, space: str) -> tuple[int, int]:
     every = [each async for portion in _blocks(driver, space) for each in portion]
+    if not space:
+        await _remove(driver, [MARK_NAME])
     return await _remove(driver, [each.name for each in every]), sum(each.size for each in every)
 
 
@@ -209,14 +216,49 @@ def purge(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove all blocks of a remote, whichever host wrote them. Others' objects
-    stay.
+    """Remove all blocks of a remote, whichever host wrote them, and the mark of
+    the fleet's key: the next daemon that starts makes the remote its fleet's.
+    Others' objects stay.
     """
     if not yes:
         raise KVHearthError(
             Reason.CONFIG_INVALID, "this removes the blocks of all hosts; add --yes to do it"
         )
     _report(remote, config, as_json, lambda driver: _purge(driver, space))
+
+
+def init_key(
+    path: Annotated[Path, typer.Argument(help="File to make, for this user only.", metavar="FILE")],
+    as_json: AsJson = False,
+) -> None:
+    """Make the secret of a fleet, once. Blocks' names at remotes are made with it,
+    and hosts with the same key share blocks.
+    """
+    key = secrets.token_hex(_KEY_BYTES)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(key + "\n")
+            file.flush()
+            os.fsync(descriptor)
+    except FileExistsError:
+        raise KVHearthError(
+            Reason.CONFIG_INVALID,
+            f"{path} exists; a fleet has one key: copy it to the other hosts, and make no new one",
+        ) from None
+    except OSError as error:
+        raise KVHearthError(
+            Reason.CONFIG_INVALID,
+            f"{path} cannot be made ({error.strerror}); name a file where you may write",
+        ) from None
+    if as_json:
+        say_json({"remote_fleet_key_file": str(path.absolute())})
+        return
+    typer.echo(f"remote_fleet_key_file: {path.absolute()}")
+    note(
+        "copy this file to every host of the fleet, for the daemon's user only (0600), and keep a "
+        "copy elsewhere: without it nobody finds the blocks"
+    )
 
 
 def _report(

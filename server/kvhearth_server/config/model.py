@@ -54,6 +54,7 @@ RELOADABLE = frozenset(
     {
         *("tenant_shares", "sessions_max", "leases_max", "pins_max", "pin_ttl_max_s"),
         *("held_fraction_max", "stock_fraction_max", "ssd_bytes_per_day", "log_level"),
+        *("remote_write", "remote_bytes_per_s", "remote_bytes_per_day", "remote_requests_per_s"),
     }
 )
 """Settings that a serving daemon applies when it reads them again."""
@@ -256,8 +257,8 @@ class Settings(BaseSettings):
     remote_fleet_key_file: Path | None = Field(
         None,
         description="File with the fleet's secret, of which blocks' names at remotes are made; the "
-        "same on all hosts, for the daemon's user only (0600). Default: names that anybody can "
-        "guess.",
+        "same on all hosts, for the daemon's user only (0600); kvhearth remote init-key makes one. "
+        "A remote needs it.",
     )
     remote_put_price: float = Field(
         0,

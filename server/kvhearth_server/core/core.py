@@ -88,18 +88,21 @@ class Core:
         self.state.actions.append(Catalogue())
         return epoch
 
-    def bump_namespace(self, digest: bytes, expected: int | None = None) -> int:
+    def bump_namespace(
+        self, digest: bytes, expected: int | None = None, label: str | None = None
+    ) -> int:
         """Bump the epoch of a namespace named by an operator; returns the new epoch.
 
         Args:
             expected: refuse unless this is the current epoch; None bumps any epoch.
+            label: as for ``bump_epoch``.
 
         Raises:
             KVHearthError: ``unknown_namespace``, ``stale_epoch``.
         """
         namespace = self.named(digest)
         current = namespace.epoch if expected is None else expected
-        epoch = self.state.namespaces.bump(namespace, current)
+        epoch = self.state.namespaces.bump(namespace, current, label)
         self.state.actions.append(Catalogue())
         return epoch
 

@@ -48,6 +48,13 @@ def window_blocks(spec: GroupSpec) -> int:
     return -(-(spec.window_tokens - 1) // spec.block_tokens)
 
 
+def hit_blocks(spec: GroupSpec) -> int:
+    """Number of blocks before its end that a hit needs; 0 for all."""
+    if spec.kind is GroupKind.FULL:
+        return 0
+    return 1 if spec.kind is GroupKind.MAMBA else max(1, window_blocks(spec))
+
+
 def usable_boundaries(spec: GroupSpec, ready: Bools) -> Bools:
     """For k = 0..n: whether this group can be restored up to block boundary k; shape (n + 1,)."""
     count = len(ready)

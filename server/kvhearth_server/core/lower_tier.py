@@ -84,7 +84,8 @@ class BlockBatch:
 
     ``slots`` (n, shards); ``generations`` (n,) of the heads; ``checksums`` (n, shards) of 16 bytes;
     ``sequences`` and ``parents`` (n,): the numbers of these commits and of the commits that they
-    continue, 0 for none; ``parent_keys``: keys of these for shared tiers, else empty.
+    continue, 0 for none; ``parent_keys``: keys of these for shared tiers, else empty; ``renew``:
+    the shared tier has them, and their life there begins again.
     """
 
     namespace: Namespace
@@ -99,6 +100,7 @@ class BlockBatch:
     sequences: U64
     parents: U64
     parent_keys: list[bytes] = field(default_factory=list)
+    renew: bool = False
 
     @property
     def block_bytes(self) -> int:

@@ -7,19 +7,25 @@ are held, as by a reader.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.holds import hold, hold_room, unhold
 from kvhearth_server.core.lower_tier import BlockBatch
+from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, flat
 
 QUEUED_BLOCKS_MAX = 1 << 16
 """Upper bound on waiting blocks; further ones are skipped until they are used again."""
+RENEW_PAUSE = 1 / 16
+"""Part of a block's life after which a renewal that failed is tried again."""
 HELD_FRACTION_MAX = 0.0625
 """Upper bound on bytes being published, as a fraction of the smallest segment."""
 
@@ -41,25 +47,40 @@ class Publishing:
 
     Args:
         policy: blocks to publish; ``use`` changes it.
+
+    Attributes:
+        now: present time in seconds, set by whoever runs the batches.
     """
 
     def __init__(self, state: CoreState, policy: PublishPolicy = PublishPolicy.NEVER) -> None:
         self._state = state
-        self._queue: deque[tuple[I64, U32]] = deque()
+        self._queue: deque[tuple[I64, U32, bool]] = deque()
+        """Blocks, their generations, and whether they are renewed."""
         self._batches: list[BlockBatch] = []
         # The generation, plus one, under which a block was used last and queued last.
         self._used = self._queued = np.zeros(0, np.uint32)
+        # Time from which a use renews a published block; infinity while it is not published.
+        self._renew_at: npt.NDArray[np.float64] = np.zeros(0)
+        self.now = 0.0
         self.waiting = 0
         """Number of blocks in the queue."""
         self.use(policy)
 
-    def use(self, policy: PublishPolicy) -> None:
-        """Publish by this policy from now on."""
-        self._policy = policy
+    def use(self, policy: PublishPolicy, life_s: float = 0.0) -> None:
+        """Publish by this policy from now on.
+
+        Args:
+            life_s: seconds after which the shared tier drops a block, which a use in the second
+                half of that time renews; 0 for never.
+        """
+        self._policy, self._life_s = policy, life_s
         queue, count = self._state.writeback_queue, len(self._state.table.generation)
         queue.watcher = None if policy is PublishPolicy.NEVER else self
-        if queue.watcher is not None and len(self._used) < count:
+        if queue.watcher is None:
+            self.skip_waiting("never")
+        elif len(self._used) < count:
             self._used, self._queued = np.zeros((2, count), np.uint32)
+            self._renew_at = np.full(count, math.inf)
 
     # -- the queue ---------------------------------------------------------------------------------
 
@@ -79,6 +100,28 @@ class Publishing:
         new = self._queued[heads] != marks
         if np.count_nonzero(new):
             self._add(heads[new])
+        if self._life_s:
+            old = np.unique(heads[~new])
+            due = old[self._renew_at[old] <= self.now]
+            if len(due):
+                self._renew_at[due] = math.inf
+                self._enqueue(due, renew=True)
+
+    def leaving(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> I64:
+        """Queue blocks of a current epoch that the daemon's last tier is about to drop and that
+        are worth publishing; return the rows of those that are not in memory.
+        """
+        if self._policy is PublishPolicy.NEVER or namespace.label is None:
+            return np.zeros(0, np.int64)
+        table = self._state.table
+        heads = self._state.index.find(namespace.number, kv_group, keys)
+        here = heads[heads >= 0]
+        here = here[(table.state[here] == State.SUMMED) & (table.epoch[here] == namespace.epoch)]
+        here = here[self._queued[here] != self._marks(here)]
+        if len(here):
+            self._add(here)
+        absent: I64 = np.flatnonzero(heads < 0)
+        return absent
 
     def _add(self, heads: I64) -> None:
         """Queue blocks that are not queued, with those before them in their chains."""
@@ -89,13 +132,17 @@ class Publishing:
         if len(before):
             self._queued[before] = self._marks(before)
             heads = np.concatenate([before, heads])
-        heads = heads[np.argsort(table.sequence[heads], kind="stable")]
+        self._renew_at[heads] = math.inf
+        self._enqueue(heads[np.argsort(table.sequence[heads], kind="stable")], renew=False)
+
+    def _enqueue(self, heads: I64, *, renew: bool) -> None:
+        table = self._state.table
         room = QUEUED_BLOCKS_MAX - self.waiting
         if len(heads) > room:
-            self._skip(heads[room:], "queue")
+            self._skip(heads[room:], "queue", renew=renew)
             heads = heads[:room]
         if len(heads):
-            self._queue.append((heads, table.generation[heads].copy()))
+            self._queue.append((heads, table.generation[heads].copy(), renew))
             self.waiting += len(heads)
 
     def _ancestors(self, heads: I64) -> I64:
@@ -126,16 +173,24 @@ class Publishing:
         marks: U32 = self._state.table.generation[heads] + np.uint32(1)
         return marks
 
-    def _skip(self, heads: I64, why: str) -> None:
+    def _skip(self, heads: I64, why: str, *, renew: bool = False) -> None:
         """Leave out blocks; they are queued again when they are used."""
-        self._queued[heads] = 0
+        self._later(heads, renew=renew)
         self._state.count("publish_skipped", len(heads), why)
+
+    def _later(self, heads: I64, *, renew: bool) -> None:
+        """Queue blocks again at their next use, renewals after a pause."""
+        if renew:
+            self._renew_at[heads] = self.now + RENEW_PAUSE * self._life_s
+        else:
+            self._queued[heads] = 0
 
     def skip_waiting(self, why: str) -> None:
         """Leave out all blocks that wait."""
         while self._queue:
-            heads, generations = self._queue.popleft()
-            self._skip(heads[self._state.table.generation[heads] == generations], why)
+            heads, generations, renew = self._queue.popleft()
+            alive = self._state.table.generation[heads] == generations
+            self._skip(heads[alive], why, renew=renew)
         self.waiting = 0
 
     # -- batches -----------------------------------------------------------------------------------
@@ -150,14 +205,14 @@ class Publishing:
         none may be taken now.
         """
         while self._queue:
-            heads, generations = self._queue.popleft()
+            heads, generations, renew = self._queue.popleft()
             self.waiting -= len(heads)
-            heads = self._fit(heads, generations)
+            heads = self._fit(heads, generations, renew=renew)
             if len(heads):
-                return self._begin(heads, blocks_max, bytes_max)
+                return self._begin(heads, blocks_max, bytes_max, renew=renew)
         return None
 
-    def _fit(self, heads: I64, generations: U32) -> I64:
+    def _fit(self, heads: I64, generations: U32, *, renew: bool) -> I64:
         """Return the blocks that are still there, current, and wanted at a shared tier."""
         table, namespaces = self._state.table, self._state.namespaces
         live = (table.generation[heads] == generations) & (table.state[heads] == State.SUMMED)
@@ -167,13 +222,17 @@ class Publishing:
             mine = table.namespace[heads] == number
             # Without a label it stays marked, and is not looked at again.
             heads = heads[~mine | ((table.epoch[heads] == space.epoch) & (space.label is not None))]
+        if renew:
+            return heads
         orphans = self._lacks_parent(heads)
         if orphans.any():
             self._skip(heads[orphans], "parent")
             heads = heads[~orphans]
         return heads
 
-    def _begin(self, heads: I64, blocks_max: int, bytes_max: int) -> BlockBatch | None:
+    def _begin(
+        self, heads: I64, blocks_max: int, bytes_max: int, *, renew: bool
+    ) -> BlockBatch | None:
         state, table = self._state, self._state.table
         kinds = table.namespace[heads].astype(np.int64) << 8 | table.group[heads]
         alike = kinds == kinds[0]
@@ -186,7 +245,7 @@ class Publishing:
         leases = state.limits.leased_slots_max - state.ledger.segments[segment].leased_slots
         room = min(room, hold_room(state, segment))
         count = max(0, min(count, blocks_max, room // block, leases // spec.shards))
-        self._put_back(heads[count:])
+        self._put_back(heads[count:], renew=renew)
         if not count:
             return None
         heads = heads[:count]
@@ -205,13 +264,14 @@ class Publishing:
             table.sequence[heads],
             np.zeros(count, np.uint64),
             self._parent_keys(heads),
+            renew,
         )
         self._batches.append(batch)
         return batch
 
-    def _put_back(self, heads: I64) -> None:
+    def _put_back(self, heads: I64, *, renew: bool) -> None:
         if len(heads):
-            self._queue.appendleft((heads, self._state.table.generation[heads].copy()))
+            self._queue.appendleft((heads, self._state.table.generation[heads].copy(), renew))
             self.waiting += len(heads)
 
     def _parent_keys(self, heads: I64) -> list[bytes]:
@@ -222,7 +282,7 @@ class Publishing:
     def retreat(self, batch: BlockBatch) -> None:
         """Queue a batch again that no tier took now."""
         heads = self._end(batch)
-        self._put_back(heads)
+        self._put_back(heads, renew=batch.renew)
 
     def skip(self, batch: BlockBatch, why: str, *, for_good: bool = False) -> None:
         """Leave out a batch that no tier took, and everything behind it in its chains.
@@ -234,7 +294,7 @@ class Publishing:
         if for_good:
             self._state.count("publish_skipped", len(heads), why)
         else:
-            self._skip(heads, why)
+            self._skip(heads, why, renew=batch.renew)
 
     def resolve(self, batch: BlockBatch, published: I64, wrong: I64) -> None:
         """Release a batch's slots and record the outcome by row: ``published``, or ``wrong``: the
@@ -246,11 +306,14 @@ class Publishing:
         self._end(batch)
         failed = np.ones(len(heads), np.bool_)
         failed[published] = failed[wrong] = False
-        self._queued[heads[failed & alive]] = 0
+        self._later(heads[failed & alive], renew=batch.renew)
+        if self._life_s:
+            self._renew_at[heads[published][alive[published]]] = self.now + self._life_s / 2
         bad = heads[wrong][alive[wrong]]
         if len(bad):
             state.count("checksum_failures", len(bad), "publishing")
             remove_blocks(state, bad, Cause.CHECKSUM)
+        state.count("renewed_blocks", len(published) if batch.renew else 0)
         state.count("published_blocks", len(published))
         state.count("published_bytes", len(published) * batch.block_bytes)
 

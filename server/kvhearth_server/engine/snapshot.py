@@ -105,18 +105,21 @@ async def _drop_copies(engine: Engine, digest: bytes) -> int:
     return dropped
 
 
-async def forget(engine: Engine, digest: bytes, expected: int | None) -> int:
+async def forget(
+    engine: Engine, digest: bytes, expected: int | None, label: str | None = None
+) -> int:
     """Invalidate all blocks of a namespace at once because its weights have changed; return the new
     weights epoch.
 
     Args:
         expected: refuse unless this is the current epoch; None accepts any.
+        label: as for ``Core.bump_epoch``.
 
     Raises:
         KVHearthError: ``unknown_namespace``, ``stale_epoch``; ``ssd_unusable`` if no drive records
             the new epoch, which still holds until a restart.
     """
-    epoch = engine.call(engine.core.bump_namespace, digest, expected)
+    epoch = engine.call(engine.core.bump_namespace, digest, expected, label)
     await engine.catalogue.written()
     if engine.ssd_catalogue.paths:
         await engine.ssd_catalogue.confirm()

@@ -182,12 +182,14 @@ class StoreBatch(LoadBatch):
         sequences: the core's commit sequence of each block, u64 (n,).
         parents: sequence of the block that each one continues, 0 for none, u64 (n,).
         parent_keys: keys of these, empty for none; for shared tiers, other stores leave them out.
+        renew: write blocks that a shared tier has, too, so that their life there begins again.
     """
 
     checksums: Records
     sequences: U64
     parents: U64
     parent_keys: list[bytes] = field(default_factory=list, kw_only=True)
+    renew: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -333,7 +335,8 @@ class Kind(NamedTuple):
 
 @dataclass(eq=False)
 class Offer:
-    """Blocks that a tier drops next, for the tier behind it to copy first.
+    """Blocks that a tier drops next, for the tier behind it to copy first; only hot ones if that is
+    shared.
 
     The tier keeps them until ``settled`` is set, or until it has waited long enough.
     """
@@ -419,6 +422,18 @@ class Tier(Protocol):
         return False
 
     @property
+    def life_s(self) -> float:
+        """Seconds after which a shared tier may drop a block; 0 for no such time."""
+        return 0.0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the region behind the arena's segments from which a shared tier can store, too;
+        0 for none.
+        """
+        return 0
+
+    @property
     def serving(self) -> bool:
         """Whether requests are served now; a shared tier's remote may be away for a while."""
         return True
@@ -465,9 +480,12 @@ class Tier(Protocol):
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """Return the facts of blocks without reading them; this does not count as a use."""
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
+    def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Return what is known of a chain's blocks, root first, for a lookup; never waits. A shared
         tier begins to find out what it does not know.
+
+        Args:
+            window: blocks at the end of a hit that it needs; 0 for all from the root on.
         """
         return Known(self.look_up(family, keys).present, None)
 

@@ -138,6 +138,7 @@ class TierChain(Tier):
         self._completions: list[Completion] = []
         self._evicted: list[Evicted] = []
         self._offers: deque[tuple[Offer, Iterator[_Demotion]]] = deque()
+        self._leaving: list[Offer] = []
         self._demotion: _Demotion | None = None
         self._demotions = 0
         self._open_at = 0.0
@@ -157,6 +158,16 @@ class TierChain(Tier):
     @property
     def shared(self) -> bool:
         return not self._local_count
+
+    @property
+    def life_s(self) -> float:
+        """Shortest life of a block in a shared tier, in seconds; 0 if it has no end in any."""
+        return min(filter(None, (tier.life_s for tier in self._tiers)), default=0.0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        shared = self._tiers[self._local_count :]
+        return min((tier.buffer_bytes for tier in shared), default=0)
 
     @property
     def serving(self) -> bool:
@@ -315,11 +326,23 @@ class TierChain(Tier):
             for done in tier.poll():
                 self._ended[number, done.ticket](done)
             for offer in tier.take_offers():
+                if number + 1 == self._local_count:
+                    # The tier drops them at its next step: a read that has begun by then ends.
+                    offer.settled = True
+                    self._leaving.append(offer)
+                    continue
                 self._offers.append((offer, self._demotions_of(number, offer)))
         while self._demote():
             pass
         completions, self._completions = self._completions, []
         return completions
+
+    def take_leaving(self) -> list[Offer]:
+        """Return the hot blocks that the last of the tiers that are not shared drops at the next
+        ``poll``; loads that begin before it can still read them.
+        """
+        leaving, self._leaving = self._leaving, []
+        return leaving
 
     def _expect(
         self, number: int, inner: int, ticket: int, ended: Callable[[Completion], None]
@@ -463,18 +486,18 @@ class TierChain(Tier):
         """Return the facts of blocks in the tiers that are not shared."""
         return self._look_up(self._local_count, family, keys)
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
+    def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Return what the shared tiers know of a chain's blocks. They are asked in order, each
         about what the ones before do not have.
         """
         first, *others = self._tiers[self._local_count :]
-        present, asking = first.ask(family, keys)
+        present, asking = first.ask(family, keys, window)
         for tier in others:
             absent = ~present if asking is None else ~(present | asking)
             rows = np.flatnonzero(absent)
             if not len(rows):
                 break
-            found = tier.ask(family, [keys[row] for row in rows.tolist()])
+            found = tier.ask(family, [keys[row] for row in rows.tolist()], window)
             present[rows] = found.present
             if found.asking is not None:
                 asking = np.zeros(len(keys), np.bool_) if asking is None else asking

@@ -101,6 +101,7 @@ class RemoteFigures:
         cost: estimate from the configured prices, since the start.
         counts: the tier's counters since the start, and the mover's as ``mover_NAME``.
         seconds: time of requests by kind.
+        tenants: counters ``sent_bytes`` and ``refused_blocks`` by tenant.
     """
 
     name: str
@@ -120,6 +121,7 @@ class RemoteFigures:
     read_bytes_per_s: float
     counts: Mapping[str, int]
     seconds: Mapping[str, float]
+    tenants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def count(self, name: str) -> int:
         """Return a counter; 0 where nothing was counted."""

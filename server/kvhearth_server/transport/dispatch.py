@@ -53,9 +53,8 @@ from kvhearth_server.transport.messages import (
     ready_stored,
     slots_items,
 )
-from kvhearth_server.transport.reports import bumped
+from kvhearth_server.transport.reports import bumped, check_label
 
-LABEL_BYTES_MAX = 256
 EVICTED_PER_TURN_MAX = 24
 """Blocks that a reservation evicts before others have their turn: about a millisecond."""
 BOUND_PER_TURN_MAX = 64
@@ -543,12 +542,14 @@ class Dispatcher:
         self, request: cache_pb2.BumpEpochRequest, caller: CallContext
     ) -> cache_pb2.BumpEpochResponse | Awaitable[cache_pb2.BumpEpochResponse]:
         engine = self._engine
+        label = request.label if request.HasField("label") else None
+        check_label(label)
         epoch = engine.call(
             engine.core.bump_epoch,
             caller.session,
             request.expected_epoch,
             only_alone=request.only_alone,
-            label=_label(request),
+            label=label,
             relabel=request.relabel,
         )
         if (record := engine.sessions.find(caller.session)) is not None:
@@ -565,19 +566,6 @@ class Dispatcher:
         if drives:
             await self._engine.ssd_catalogue.confirm()
         return reply
-
-
-def _label(request: cache_pb2.BumpEpochRequest) -> str | None:
-    """Return the label of the new weights; None without one.
-
-    Raises:
-        KVHearthError: ``bad_message``.
-    """
-    if not request.HasField("label"):
-        return None
-    good = len(request.label.encode()) <= LABEL_BYTES_MAX and request.label.isprintable()
-    require(good, Reason.BAD_MESSAGE, f"a label is printable, of at most {LABEL_BYTES_MAX} bytes")
-    return request.label
 
 
 _SPANS = {

@@ -43,6 +43,7 @@ _NAME_CHARS = 64
 _log = get_logger("kvhearth.admin")
 _refusals = LimitedLog(_log)
 _BUMPS_A_SECOND = 16
+LABEL_BYTES_MAX = 256
 _bumps = LimitedLog(get_logger("kvhearth.audit"), Throttle(burst=_BUMPS_A_SECOND))
 
 
@@ -77,6 +78,16 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
         say = _log.info if result == "done" else _log.warning
         by = named(operator.get())
         say(f"admin.{verb}", result=result, door=door, peer=peer, **by, **details)
+
+
+def check_label(label: str | None) -> None:
+    """Refuse names of weights that no log could show.
+
+    Raises:
+        KVHearthError: ``bad_message``.
+    """
+    good = label is None or (len(label.encode()) <= LABEL_BYTES_MAX and label.isprintable())
+    require(good, Reason.BAD_MESSAGE, f"a label is printable, of at most {LABEL_BYTES_MAX} bytes")
 
 
 def bumped(record: SessionRecord, epoch: int) -> None:
@@ -513,11 +524,18 @@ class Actions:
             details |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
         return Evicted(self.engine.boot_id, removed.memory, removed.ssd)
 
-    async def forget(self, peer: str, namespace: str, expected_epoch: int | None) -> Bumped:
-        """Make all blocks of a namespace invalid at once because its weights have changed."""
-        with audited("forget", self.door, peer, namespace=namespace) as details:
+    async def forget(
+        self, peer: str, namespace: str, expected_epoch: int | None, label: str | None = None
+    ) -> Bumped:
+        """Make all blocks of a namespace invalid at once because its weights have changed;
+        ``label`` names the new ones at remotes.
+        """
+        named = {} if label is None else {"label": label}
+        with audited("forget", self.door, peer, namespace=namespace, **named) as details:
+            check_label(label)
             digest = _digest(namespace)
-            epoch = details["epoch"] = await admin_work.forget(self.engine, digest, expected_epoch)
+            epoch = await admin_work.forget(self.engine, digest, expected_epoch, label)
+            details["epoch"] = epoch
         return Bumped(self.engine.boot_id, epoch)
 
     async def reload(self, peer: str) -> Reload:

@@ -1083,17 +1083,23 @@ class ForgetNamespaceRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     EXPECTED_EPOCH_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """Hex digest of the namespace."""
     expected_epoch: builtins.int
     """Refuse unless this is the current weights epoch; 0 forgets whatever it is."""
+    label: builtins.str
+    """Names the new weights on remote tiers, as in BumpEpochRequest."""
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
         expected_epoch: builtins.int = ...,
+        label: builtins.str | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expected_epoch", b"expected_epoch", "namespace", b"namespace"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_label", b"_label", "label", b"label"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_label", b"_label", "expected_epoch", b"expected_epoch", "label", b"label", "namespace", b"namespace"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_label", b"_label"]) -> typing.Literal["label"] | None: ...
 
 global___ForgetNamespaceRequest = ForgetNamespaceRequest
 

@@ -41,6 +41,11 @@ env:
   {{- if .Values.ssd.enabled }}
   - {name: KVHEARTH_SSD_DIRS, value: "{{ ternary "/ssd/log" "/ssd" (eq .Values.mode "sidecar") }}={{ int .Values.ssd.sizeGiB }}GiB"}
   {{- end }}
+  {{- if .Values.remote.url }}
+  - {name: KVHEARTH_REMOTE, value: {{ .Values.remote.url | quote }}}
+  - {name: KVHEARTH_REMOTE_STAGING, value: {{ printf "%dMiB" (int .Values.remote.stagingMiB) }}}
+  - {name: KVHEARTH_REMOTE_FLEET_KEY_FILE, value: /remote/fleet.key}
+  {{- end }}
   - {name: KVHEARTH_ALLOW_UIDS, value: {{ join "," .Values.allowUids | quote }}}
   # Engines use frames; gRPC is for clients in other languages.
   - {name: KVHEARTH_GRPC, value: "off"}
@@ -69,7 +74,8 @@ readinessProbe:
 {{- end }}
 resources:
   {{- $arena := int (include "kvhearth.arenaMiB" .) }}
-  {{- $memory := ternary (int .Values.resources.overheadMiB) (add $arena (int .Values.resources.overheadMiB)) .Values.hugepages.enabled }}
+  {{- $beside := add (int .Values.resources.overheadMiB) (ternary (int .Values.remote.stagingMiB) 0 (ne .Values.remote.url "")) }}
+  {{- $memory := ternary $beside (add $arena $beside) .Values.hugepages.enabled }}
   requests:
     cpu: {{ .Values.resources.cpu | quote }}
     memory: {{ $memory }}Mi
@@ -95,6 +101,17 @@ volumeMounts:
   {{- if .Values.ssd.enabled }}
   - {name: ssd, mountPath: /ssd}
   {{- end }}
+  {{- if .Values.remote.url }}
+  - {name: remote, mountPath: /remote, readOnly: true}
+  {{- end }}
+{{- end }}
+
+{{/* Files of the remote's secrets, for the daemon's group; the daemon refuses those of everybody. */}}
+{{- define "kvhearth.remoteVolume" -}}
+- name: remote
+  secret:
+    secretName: {{ required "remote.secretName: name the Secret that holds fleet.key" .Values.remote.secretName }}
+    defaultMode: 0440
 {{- end }}
 
 {{- define "kvhearth.placement" -}}

@@ -16,6 +16,7 @@ from kvhearth.keys import PackedKeys
 from kvhearth.model import I64, Bools
 from kvhearth.tracing import Tracer
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.lookup import hit_blocks
 from kvhearth_server.core.lower_tier import Below, PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
@@ -118,8 +119,9 @@ class Tiering:
         core: the core whose offered blocks are written and whose promotion requests are loaded.
         tiers: one or more, cheapest first, shared ones last: memory's blocks are written to the
             first, unless it is shared, and what a tier drops is demoted to the next. Where several
-            are not shared, the region behind those of the arena's segments is theirs to demote
-            through, ``chain.DEMOTION_BYTES`` long. Blocks are published to shared tiers.
+            are not shared, the region behind all others is theirs to demote through,
+            ``chain.DEMOTION_BYTES`` long. Blocks are published to shared tiers, also from the
+            region behind the arena's segments if these have one (``Tier.buffer_bytes``).
         lineage: ID that the epochs belong to (docs/adr/0008); blocks stored under another lineage
             are never found.
         call: makes a call of the core and applies its actions.
@@ -147,12 +149,13 @@ class Tiering:
         """The same if some of them are shared."""
         if self._several or tiers[0].shared:
             region = len(core.state.table.geometry.segments)
-            chain = TierChain(tiers, region, self._names.is_current)
+            buffers = int(tiers[-1].buffer_bytes > 0)
+            chain = TierChain(tiers, region + buffers, self._names.is_current)
             chain.use_identities(self._names.identify)
             self.tier = chain
             if tiers[-1].shared:
                 self._shared = chain
-                core.publishing.use(policy)
+                self.use_policy(policy)
         self._promoter = Promoter(core, self.tier, self._names, call, now)
         self._writeback = WritebackLoop(core, self.tier, self._names, call, now)
         self._publisher = Publisher(core, self._shared, self._names, call, now)
@@ -166,6 +169,11 @@ class Tiering:
         core.state.writeback_queue.on = not tiers[0].shared
         core.state.lower_tier = self
         self.use_shares()
+
+    def use_policy(self, policy: PublishPolicy) -> None:
+        """Publish by this policy from now on, if there is a shared tier."""
+        if self._shared is not None:
+            self._core.publishing.use(policy, self._shared.life_s)
 
     def use_shares(self, bytes_per_day: int | None = None) -> None:
         """Give the tenants their present parts of the tiers; see ``Tier.use_shares``."""
@@ -193,8 +201,9 @@ class Tiering:
                 return None
             shared = None
         family = self.family(namespace, kv_group)
+        window = hit_blocks(namespace.contract.groups[kv_group])
         if shared is not None and shared.shared and not np.count_nonzero(here):
-            present, asking = shared.ask(family, keys)
+            present, asking = shared.ask(family, keys, window)
             if asking is None and not np.count_nonzero(present):
                 return None
             return Below(present, present, asking)
@@ -209,7 +218,7 @@ class Tiering:
         # Nearly always: tiers hold chains from their begin.
         whole = np.count_nonzero(absent) == count - first
         rows: I64 | slice = slice(first, None) if whole else np.flatnonzero(absent)
-        present, asking = shared.ask(family, _some(keys, rows))
+        present, asking = shared.ask(family, _some(keys, rows), window)
         remote = _spread(present, rows, count) if np.count_nonzero(present) else None
         if asking is not None:
             asking = _spread(asking, rows, count)
@@ -354,6 +363,7 @@ class Tiering:
             self._evicted(self._drops.popleft())
             if time.perf_counter() > end:
                 return
+        self._publisher.leaving()
         if len(self._core.promotions.orphaned_loads) and self._orphaned_loads_are_over():
             self._call(self._core.promotions.free_orphaned_loads)
         self._promoter.begin(end)

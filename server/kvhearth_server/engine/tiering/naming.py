@@ -55,6 +55,7 @@ class BlockNaming:
             batch.sequences,
             batch.parents,
             parent_keys=batch.parent_keys,
+            renew=batch.renew,
         )
 
     def namespace(self, name: bytes) -> Namespace | None:

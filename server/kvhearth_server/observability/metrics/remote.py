@@ -40,6 +40,14 @@ def _by_word(names: Mapping[str, str]) -> Read:
     ]
 
 
+def _of_tenants(name: str) -> Read:
+    return lambda now: [
+        ((each.name, tenant), counts.get(name, 0))
+        for each in now.remotes
+        for tenant, counts in each.tenants.items()
+    ]
+
+
 def _seconds(now: Snapshot) -> Samples:
     for each in now.remotes:
         for kind in _KINDS:
@@ -144,6 +152,21 @@ REMOTE: tuple[Metric, ...] = (
         unit="blocks",
     ),
     Metric(
+        "kvhearth_remote_tenant_bytes_total",
+        "Payload sent to a remote, by tenant.",
+        "Whose blocks use the bounds up. While several tenants publish, each has an equal part.",
+        _of_tenants("sent_bytes"),
+        ("remote", "tenant"),
+    ),
+    Metric(
+        "kvhearth_remote_tenant_refused_blocks_total",
+        "Blocks of a tenant that a bound on bytes or requests did not let through at once.",
+        "A tenant that publishes more than its part.",
+        _of_tenants("refused_blocks"),
+        ("remote", "tenant"),
+        unit="blocks",
+    ),
+    Metric(
         "kvhearth_remote_cost_dollars_total",
         "Estimated price of the requests and bytes, from remote_put_price, remote_get_price and "
         "remote_gib_price.",
@@ -217,14 +240,22 @@ REMOTE: tuple[Metric, ...] = (
         "published_bytes",
     ),
     counter(
+        "kvhearth_renewed_blocks_total",
+        "Published blocks that were sent again because they were used in the second half of the "
+        "remote's ttl.",
+        "What keeps hot blocks at a remote with a ttl costs.",
+        "renewed_blocks",
+    ),
+    counter(
         "kvhearth_publish_skipped_total",
         "Blocks that were to be published and were left out until they are used again, by reason: "
         "queue (too many wait, or the staging memory is full), quota, parent (the block before was "
-        "left out), too_large.",
+        "left out), too_large, leaving (hot, and gone from the SSD before they could be read), "
+        "never (remote_write was set so).",
         "Bounds that are too low.",
         "publish_skipped",
         "reason",
-        usual={"parent", "queue", "quota", "too_large"},
+        usual={"leaving", "parent", "queue", "quota", "too_large"},
         unit="blocks",
     ),
     counter(

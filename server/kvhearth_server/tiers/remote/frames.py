@@ -141,6 +141,7 @@ def encode_work(work: Work) -> bytes:
         body += [np.array(work.offsets, _OFFSET).tobytes(), request.places.tobytes()]
     if isinstance(request, Put):
         body += [request.checksums.tobytes(), _texts(request.parents)]
+        head["replace"] = request.replace
     return encode(head, body)
 
 
@@ -157,6 +158,7 @@ def decode_work(head: Head, data: bytes) -> Work:
     if issubclass(kind, Put):
         fields["checksums"] = body.array(_SUM, count * family.shards).reshape(shape)
         fields["parents"] = body.texts(count)
+        fields["replace"] = head["replace"]
     request = kind(**fields)
     return Work(head["ticket"], request, head["deadline"], head["seconds"], offsets)
 

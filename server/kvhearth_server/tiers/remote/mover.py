@@ -69,10 +69,12 @@ class Put(Get):
     Attributes:
         checksums: xxh3_128 of each shard, ``V16`` (n, shards).
         parents: key of the block that each one continues; empty for none.
+        replace: write blocks that are there, too.
     """
 
     checksums: Records
     parents: list[bytes]
+    replace: bool = False
 
 
 @dataclass(frozen=True)

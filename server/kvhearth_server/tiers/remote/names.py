@@ -49,7 +49,7 @@ def is_object_name(name: str) -> bool:
 
 
 def fleet_mark(fleet_key: bytes) -> bytes:
-    """Return the content of the object ``1/fleet``, by which a daemon with another key is told."""
+    """Return the content of the object ``MARK_NAME``, which tells a daemon with another key."""
     return b"kvhearth fleet 1 " + _mac(fleet_key, b"kvhearth fleet mark").hex().encode() + b"\n"
 
 
@@ -63,4 +63,5 @@ def probe_name() -> str:
     return f"{LAYOUT}/probe-{secrets.token_hex(8)}"
 
 
-MARK_NAME = f"{LAYOUT}/fleet"
+MARK_NAME = f"fleet-{LAYOUT}"
+"""Beside the blocks, so that a rule that drops old blocks leaves it."""

@@ -2,6 +2,9 @@
 
 A chain is there up to some key: a block is published after those before it. Three calls of eight
 keys find the end of a chain of 512. Chains with the same first unknown key share a search.
+
+Of a sliding window only the last blocks are needed, and earlier ones may be gone: there the last
+present block counts, not the first absent one.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ Submit = Callable[[Exists, Callable[[Answer], None]], bool]
 
 @dataclass(eq=False)
 class _Search:
-    """One chain: the first ``low`` keys are there, the one at ``high`` is not."""
+    """One chain: the first ``low`` keys are there, the one at ``high`` is not; with a ``window``,
+    only that many before ``low`` are.
+    """
 
     family: BlockSpec
     space: str
@@ -38,6 +43,7 @@ class _Search:
     hashes: _U64
     low: int
     high: int
+    window: int = 0
 
 
 class Searches:
@@ -60,9 +66,14 @@ class Searches:
     def __len__(self) -> int:
         return len(self._by_first)
 
-    def begin(self, family: BlockSpec, space: str, keys: list[bytes], hashes: _U64) -> bool:
+    def begin(
+        self, family: BlockSpec, space: str, keys: list[bytes], hashes: _U64, window: int = 0
+    ) -> bool:
         """Begin to find the end of a chain of unknown keys, unless a search with the same first key
         is under way. Return false if there are too many, or the remote cannot be asked.
+
+        Args:
+            window: blocks at its end that a hit needs; 0 for all.
         """
         first = int(hashes[0])
         if first in self._by_first:
@@ -71,14 +82,14 @@ class Searches:
         if len(self._by_first) >= SEARCHES_MAX:
             self._counts.add("probes_refused")
             return False
-        search = _Search(family, space, keys, hashes, 0, len(keys))
+        search = _Search(family, space, keys, hashes, 0, len(keys), window)
         self._by_first[first] = search
         self._counts.add("probes")
         return self._step(search)
 
     def _step(self, search: _Search) -> bool:
         """Ask about keys that cut the search's range into equal parts; false if that cannot be."""
-        rows = cuts(search.low, search.high)
+        rows = cuts(search.low, search.high, last=search.window > 0)
         request = Exists(search.space, search.family, [search.keys[row] for row in rows])
         if not self._submit(request, partial(self._answered, search, rows)):
             self._end(search, known=False)
@@ -91,11 +102,15 @@ class Searches:
         if failures(answer):
             self._end(search, known=False)
             return
-        for row, outcome in zip(rows, answer.outcomes, strict=True):
-            if not isinstance(outcome, Done):
-                search.high = row
-                break
-            search.low = row + 1
+        there = [isinstance(outcome, Done) for outcome in answer.outcomes]
+        if search.window:
+            found = max((index for index, here in enumerate(there) if here), default=-1)
+        else:
+            found = (there.index(False) if False in there else len(there)) - 1
+        if found >= 0:
+            search.low = rows[found] + 1
+        if found + 1 < len(rows):
+            search.high = rows[found + 1]
         if search.low < search.high:
             self._step(search)
         else:
@@ -104,7 +119,8 @@ class Searches:
     def _end(self, search: _Search, *, known: bool) -> None:
         del self._by_first[int(search.hashes[0])]
         now, end = self._clock(), search.low
-        self._cache.note(search.hashes[:end], True, now)
+        first = max(0, end - search.window) if search.window else 0
+        self._cache.note(search.hashes[first:end], True, now)
         self._cache.note(search.hashes[end:], False, now, for_s=0.0 if known else FAILED_S)
         if not known:
             self._counts.add("probes_failed")
@@ -124,9 +140,24 @@ def unknown(states: States) -> tuple[int, int]:
     return high - int(known[::-1].argmax()), high
 
 
-def cuts(low: int, high: int) -> list[int]:
-    """Return up to ``CALL_KEYS`` rows that cut a range into parts as equal as can be."""
+def unknown_of_window(states: States) -> tuple[int, int]:
+    """Return the range of a chain about which the remote must be asked if only its last blocks are
+    needed; empty if there is none. It is between the last present block and the last one that may
+    be there.
+    """
+    maybe = np.flatnonzero(states != NO)
+    high = int(maybe[-1]) + 1 if len(maybe) else 0
+    known = np.flatnonzero(states[:high] == YES)
+    return int(known[-1]) + 1 if len(known) else 0, high
+
+
+def cuts(low: int, high: int, *, last: bool = False) -> list[int]:
+    """Return up to ``CALL_KEYS`` rows that cut a range into parts as equal as can be; with ``last``
+    the range's last row is one of them.
+    """
     count = min(CALL_KEYS, high - low)
+    if last:
+        return [low + (high - low) * (cut + 1) // count - 1 for cut in range(count)]
     return [low + (high - low) * (cut + 1) // (count + 1) for cut in range(count)]
 
 

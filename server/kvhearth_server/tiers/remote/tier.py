@@ -46,11 +46,12 @@ from kvhearth_server.tiers.base import (
     gather,
 )
 from kvhearth_server.tiers.figures import RemoteFigures
+from kvhearth_server.tiers.remote.bounds import Bounds, Limits
 from kvhearth_server.tiers.remote.breaker import Breaker
 from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
 from kvhearth_server.tiers.remote.names import space_name
-from kvhearth_server.tiers.remote.search import Searches, failures, unknown
+from kvhearth_server.tiers.remote.search import Searches, failures, unknown, unknown_of_window
 
 READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
 """Deadlines of requests to the mover, which ends a helper that misses one."""
@@ -66,38 +67,6 @@ _WEIGHT = 0.2
 _SPACES_MAX = 4096
 
 _U64 = npt.NDArray[np.uint64]
-
-
-class Bucket:
-    """Allows ``rate`` units a second and ``burst`` at once; a rate of 0 allows everything.
-
-    A single request may be larger than the bucket: it leaves a debt that others wait for.
-    """
-
-    def __init__(self, rate: float, burst: float, now: float) -> None:
-        self._rate, self._burst = rate, burst
-        self._level, self._at = burst, now
-
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until something may be taken."""
-        if not self._rate:
-            return 0.0
-        passed, self._at = max(0.0, now - self._at), max(self._at, now)
-        self._level = min(self._burst, self._level + passed * self._rate)
-        return 0.0 if self._level > 0 else -self._level / self._rate + 0.001
-
-    def take(self, amount: float) -> None:
-        """Take units, into debt if there are not as many."""
-        self._level -= amount if self._rate else 0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of what is published to a remote; 0 stands for none."""
-
-    bytes_per_s: int = 0
-    bytes_per_day: int = 0
-    requests_per_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,10 +109,15 @@ class RemoteTier(Tier):
         prices: for the estimated cost.
         cache: existence cache; by default one of its own.
         clock: monotonic seconds.
+
+    Attributes:
+        life_s, buffer_bytes: see ``Tier``; set by whoever opens it. The buffer is the last region.
     """
 
     name = "remote"
     shared = True
+    life_s = 0.0
+    buffer_bytes = 0
 
     def __init__(
         self,
@@ -166,6 +140,7 @@ class RemoteTier(Tier):
         self._names: dict[tuple[Identity, int], str] = {}
         self._cache, self._hasher = cache or ExistenceCache(), Hasher()
         self._starts: dict[tuple[str, int, int], int] = {}
+        self._by_tenant: dict[str, Counts] = {}
         self.use_limits(limits or Limits())
         self._ended: dict[int, tuple[str, float, Callable[[Answer], None]]] = {}
         """Kind, begin and handler of each request to the mover, by its ticket."""
@@ -205,10 +180,7 @@ class RemoteTier(Tier):
 
     def use_limits(self, limits: Limits) -> None:
         """Publish within these bounds from now on."""
-        now, day = self._clock(), limits.bytes_per_day
-        self._per_s = Bucket(limits.bytes_per_s, limits.bytes_per_s, now)
-        self._per_day = Bucket(day / 86400, day / 24, now)
-        self._requests = Bucket(limits.requests_per_s, limits.requests_per_s, now)
+        self._bounds = Bounds(limits, self._clock())
 
     @property
     def batch_blocks_max(self) -> int:
@@ -241,13 +213,18 @@ class RemoteTier(Tier):
         caps = self.mover.state.caps
         if caps is not None and size > caps.value_bytes_max:
             return self._refused("stores", len(batch.keys), Throttled(Refusal.TOO_LARGE))
-        there = self._cache.look(hashes, now) == YES
+        renew = batch.renew and self.life_s > 0
+        there = (self._cache.look(hashes, now) == YES) & (not renew)
         rows = np.flatnonzero(~there)
         store = _Batch(self._new_ticket(), batch, hashes, rows, [Done()] * len(batch.keys), now)
         if not len(rows):
             self.counts.add("stores_present", len(batch.keys))
             return self._finish(store)
-        if (held := self._held_back(now)) is not None:
+        identity = self._identify(family)
+        tenant = identity.tenant if identity is not None else ""
+        mine = self._by_tenant.setdefault(tenant, Counts())
+        if (held := self._bounds.held_back(tenant, now)) is not None:
+            mine.add("refused_blocks", len(batch.keys))
             return self._refused("stores", len(batch.keys), held)
         keys = [batch.keys[row] for row in rows.tolist()]
         parents = batch.parent_keys or [b""] * len(batch.keys)
@@ -258,13 +235,15 @@ class RemoteTier(Tier):
             batch.places[rows],
             np.ascontiguousarray(batch.checksums[rows]),
             [parents[row] for row in rows.tolist()],
+            renew,
         )
         ticket = self._submit("put", put, WRITE_S, partial(self._stored, store))
         if isinstance(ticket, Throttled):
             return self._refused("stores", len(batch.keys), ticket)
         self.counts.add("stores_present", len(batch.keys) - len(rows))
         self._inner[store.ticket] = ticket
-        self._take(size * len(rows), len(rows))
+        self._bounds.take(tenant, size * len(rows), len(rows))
+        mine.add("sent_bytes", size * len(rows))
         return store.ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
@@ -322,19 +301,6 @@ class RemoteTier(Tier):
     def _refused(self, what: str, blocks: int, why: Throttled) -> Throttled:
         self.counts.add(f"{what}_refused_{why.reason}", blocks)
         return why
-
-    def _held_back(self, now: float) -> Throttled | None:
-        """Return the bound that allows no store now."""
-        if wait_s := max(self._per_s.wait_s(now), self._requests.wait_s(now)):
-            return Throttled(Refusal.RATE, wait_s)
-        if wait_s := self._per_day.wait_s(now):
-            return Throttled(Refusal.QUOTA, wait_s)
-        return None
-
-    def _take(self, size: int, requests: int) -> None:
-        self._per_s.take(size)
-        self._per_day.take(size)
-        self._requests.take(requests)
 
     def _new_ticket(self) -> int:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
@@ -488,30 +454,35 @@ class RemoteTier(Tier):
             states == YES, facts.checksums, facts.sequences, facts.parents, states == UNKNOWN
         )
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes]) -> Known:
+    def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Answer a lookup from the existence cache; ask the remote about the first run of unknown
         keys, merged with the lookups that ask already.
 
         A chain is there up to some key: blocks before a known one count as present, those after
-        an absent one as absent. A hole shows when it is read.
+        an absent one as absent. A hole shows when it is read. Of a window the last present block
+        counts, whichever before it are absent.
         """
         space = self._space_of(family) if len(keys) and self.serving else ""
         if not space:
             return Known(np.zeros(len(keys), np.bool_), None)
-        first = self._hasher.hash_one(keys[0], self._start(space, family))
-        if self._cache.is_absent(first, self._clock()):
+        first = 0 if window else self._hasher.hash_one(keys[0], self._start(space, family))
+        if not window and self._cache.is_absent(first, self._clock()):
             self.counts.add("cache_hits", len(keys))
             return Known(np.zeros(len(keys), np.bool_), None)
         hashes = self._hashes(space, family, keys)
         states = self._cache.look(hashes, self._clock())
-        low, high = unknown(states)
+        low, high = unknown_of_window(states) if window else unknown(states)
         present = states == YES
+        if window:
+            present[:low] |= states[:low] == UNKNOWN
         self.counts.add("cache_hits", len(keys) - (high - low))
         if low >= high:
             return Known(present, None)
-        present[:low] = True
+        if not window:
+            present[:low] = True
         self.counts.add("cache_misses", high - low)
-        if not self._searches.begin(family, space, list(keys[low:high]), hashes[low:high]):
+        asked = list(keys[low:high])
+        if not self._searches.begin(family, space, asked, hashes[low:high], window):
             return Known(present, None)
         asking = np.zeros(len(keys), np.bool_)
         asking[low:high] = True
@@ -613,6 +584,7 @@ class RemoteTier(Tier):
                 **{f"mover_{name}": count for name, count in state.counts.items()},
             },
             seconds=dict(self._seconds),
+            tenants={name: dict(each.values) for name, each in self._by_tenant.items()},
         )
         return [now]
 

@@ -163,8 +163,9 @@ class Reclaimer:
         clock: Callable[[], float],
         *,
         offers: bool,
+        only_hot: bool = False,
     ) -> None:
-        """``offers``: whether a tier behind this one takes offers."""
+        """``offers``: whether a tier behind this one takes offers; ``only_hot``: of used blocks."""
         self.buffer = Buffer(REINSERT_BYTES)
         self._index, self._log, self._counts = index, log, counts
         self._clock = clock
@@ -176,6 +177,7 @@ class Reclaimer:
         self._pages: HeaderPages | None = None
         self._region = 0
         self._new_offers: list[Offer] | None = [] if offers else None
+        self._only_hot = only_hot
         self._shares: TierShares | None = None
 
     def use(self, transfers: Transfers, pages: HeaderPages, region: int) -> None:
@@ -368,6 +370,8 @@ class Reclaimer:
             size = np.cumsum(disk_pages(table.rows[heads])) * PAGE_BYTES
             fit = max(1, int(np.count_nonzero(size <= REINSERT_BYTES)))
             work.offered = int(heads[fit]) if fit < len(heads) else end
+            if self._only_hot:
+                heads = heads[:fit][table.rows["hits"][heads[:fit]] > 0]
             found: dict[BlockSpec, list[bytes]] = {}
             self._index.gather(table, heads[:fit], found)
             work.offers = [Offer(family, keys) for family, keys in found.items()]

@@ -221,7 +221,8 @@ class AdminService:
     ) -> admin_pb2.ForgetNamespaceResponse:
         async def work() -> admin_pb2.ForgetNamespaceResponse:
             expected = request.expected_epoch or None
-            report = await self._actions.forget(context.peer(), request.namespace, expected)
+            label = request.label if request.HasField("label") else None
+            report = await self._actions.forget(context.peer(), request.namespace, expected, label)
             return message_of(admin_pb2.ForgetNamespaceResponse, report)
 
         return await self._run(context, work)

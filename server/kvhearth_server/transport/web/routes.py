@@ -30,7 +30,7 @@ from kvhearth_server.engine.snapshot import take_snapshot, take_ssd
 from kvhearth_server.observability.exposition import Exposition
 from kvhearth_server.transport import reports
 from kvhearth_server.transport.operators import Operators, Right
-from kvhearth_server.transport.reports import Actions, operator, refused
+from kvhearth_server.transport.reports import LABEL_BYTES_MAX, Actions, operator, refused
 from kvhearth_server.transport.web import problems
 from kvhearth_server.transport.web.page import Guide, Stream, live_routes, page_routes
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
@@ -277,10 +277,16 @@ class EvictRequest(BaseModel, extra="forbid"):
 
 
 class BumpRequest(BaseModel, extra="forbid"):
-    """The weights epoch that is expected."""
+    """The weights epoch that is expected, and the name of the new weights."""
 
     expected_epoch: int | None = Field(
         None, ge=1, le=2**63 - 1, description="Refuse unless this is the current one."
+    )
+    label: str | None = Field(
+        None,
+        max_length=LABEL_BYTES_MAX,
+        description="Name of the new weights, by which hosts share blocks at remotes. Without it "
+        "the namespace is off the remotes until a bump with a label.",
     )
 
 
@@ -374,7 +380,8 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
         ns: Digest, caller: CallContext, request: BumpRequest | None = None
     ) -> reports.Bumped:
         """Make all blocks of a namespace invalid at once because its weights have changed."""
-        return await actions.forget(caller, ns, request.expected_epoch if request else None)
+        expected, label = (request.expected_epoch, request.label) if request else (None, None)
+        return await actions.forget(caller, ns, expected, label)
 
     @router.post("/v1/admin:drain")
     async def drain(caller: CallContext) -> reports.Drained:

@@ -66,8 +66,9 @@ async def _mark(driver: Driver, place: str, ours: bytes) -> None:
     if isinstance(found, Failed):
         _check(found, place, "a read")
     raise Refused(
-        f"{place} belongs to a fleet with another key: give this daemon the fleet's key file, or "
-        f"the URL another prefix (or remove {MARK_NAME} there if that fleet is no more)"
+        f"{place} belongs to a fleet with another key: copy that fleet's key file to this host, or "
+        "give the URL another prefix (if its key is lost, its blocks are, too: kvhearth remote "
+        "purge --yes removes them and the key's mark)"
     )
 
 

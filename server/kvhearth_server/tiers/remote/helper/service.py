@@ -185,7 +185,9 @@ class Service:
         async def send(index: int, staged: U8) -> None:
             async with self._slots[Put]:
                 gone = self._gone(work)
-                outcomes[index] = gone or await self._put_one(names[index], staged, work.deadline)
+                outcomes[index] = gone or await self._put_one(
+                    names[index], staged, work.deadline, replace=request.replace
+                )
 
         sending = []
         try:
@@ -205,9 +207,9 @@ class Service:
             await _all(sending)
         return Results(outcomes)
 
-    async def _put_one(self, name: str, value: U8, deadline: float) -> Outcome:
+    async def _put_one(self, name: str, value: U8, deadline: float, *, replace: bool) -> Outcome:
         began = time.monotonic()
-        outcome = await self._driver.put(name, value.data, deadline)
+        outcome = await self._driver.put(name, value.data, deadline, replace=replace)
         self._counts["put_ms"] += round(1000 * (time.monotonic() - began))
         if isinstance(outcome, Done):
             self._counts["put_bytes"] += len(value)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,11 +17,17 @@ from mooncake.store import MooncakeDistributedStore
 
 from kvhearth.native.blocks import address_of
 from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
-from kvhearth_server.tiers.remote.helper.drivers.base import UNREACHABLE, Complaints, Listed
+from kvhearth_server.tiers.remote.helper.drivers.base import (
+    UNREACHABLE,
+    Complaints,
+    Listed,
+    Refused,
+)
 from kvhearth_server.tiers.remote.mover import Caps
 from kvhearth_server.tiers.remote.url import RemoteUrl
 
 _VALUE_BYTES_MAX = 1 << 30
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 _BUFFER_BYTES = 16 << 20
 _PORTION_BYTES = 16 << 20
 _PORTION_MAX = 32
@@ -42,6 +49,15 @@ class MooncakeDriver:
     parallel = 4
 
     def __init__(self, url: RemoteUrl) -> None:
+        if url.protocol == "rdma" and not any(_RDMA_DEVICES.glob("*")):
+            raise Refused(
+                f"{url.place}: this host has no RDMA device ({_RDMA_DEVICES} is empty); use "
+                "protocol=tcp, or load the device's driver and pass it to the container"
+            )
+        if url.direct:
+            raise Refused(
+                f"{url.place}: direct=yes is not there yet; remove it: bytes pass through staging"
+            )
         self.caps = Caps(_VALUE_BYTES_MAX, evicts=True, durable=False, creates_once=False)
         self.requests: Counter[str] = Counter()
         self._complaints = Complaints()
