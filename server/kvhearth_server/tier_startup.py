@@ -63,6 +63,8 @@ Probe = Callable[[str, int], ProbeResult]
 _LOOK_S = 0.1
 _TELL_S = 5.0
 FLEET_KEY_BYTES_MAX = 4096
+NO_FLEET_KEY = hashlib.sha256(b"kvhearth fleet without a key").digest()
+"""Names are made of it where no key is given."""
 _log = get_logger("kvhearth.ssd")
 _remote_log = get_logger("kvhearth.remote")
 
@@ -145,7 +147,7 @@ def fleet_key(settings: Settings) -> bytes:
                 message="whoever reads the remote can guess blocks' names; give all hosts the same "
                 "--remote-fleet-key-file",
             )
-        return hashlib.sha256(b"kvhearth fleet without a key").digest()
+        return NO_FLEET_KEY
     try:
         found = read_secret(path, FLEET_KEY_BYTES_MAX).strip()
     except OSError as error:

@@ -217,6 +217,8 @@ def seaweed(folder: Path, host: str = "127.0.0.1") -> Server:
         *("-s3", "-filer", "-master.telemetry=false", f"-s3.config={folder / 's3.json'}"),
         *(f"-{name}.port={port}" for name, port in ports.items()),
         *("-master.volumeSizeLimitMB=64", "-volume.max=20"),
+        # Else it listens on two ports of its own choice, which a second server cannot have.
+        *("-s3.port.iceberg=0", "-s3.port.lance=0"),
     ]
     url = f"s3://bucket/kv?endpoint=http://{host}:{ports['s3']}"
     return Server(command, ports["s3"], folder, url, lambda: answers(ports["s3"], host))

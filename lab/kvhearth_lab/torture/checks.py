@@ -7,13 +7,16 @@ import itertools
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import grpc
 
+from kvhearth.errors import KVHearthError
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness.client_process import ANSWER_S, Client
+from kvhearth_lab.harness.daemon import ADMIN_S
 from kvhearth_lab.harness.engine import key_of
 from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.faults.connections import STAGES, CutHandshake
@@ -29,6 +32,7 @@ END_S = 5.0
 DESCRIPTORS_MORE = 1
 """Allowance for a connection of the kit's own calls that may be closing."""
 _SHOWN = 8
+_STAGING = "kvhearth_remote_staging_bytes{"
 _POLL_S = 0.05
 
 
@@ -40,6 +44,7 @@ def check(world: World) -> None:
     """
     _alive(world)
     with world.paused():
+        _await_server(world)
         _blocks(world)
         found = _stats(world)
         if found.books_error:
@@ -76,6 +81,19 @@ def _alive(world: World) -> None:
         world.report.find(CRASH, text, world.where)
         world.kill_daemon()
         world.start_daemon()
+
+
+def _await_server(world: World) -> None:
+    """Decide which blocks the remote must give back; faults have started it again.
+
+    Raises:
+        UselessError: it does not come up, which is not the daemon's fault.
+    """
+    try:
+        world.excuse_unless_at_the_remote()
+    except (KVHearthError, OSError):
+        world.report.figures["remote_servers_that_failed"] += 1
+        raise UselessError from None
 
 
 def _stats(world: World) -> admin_pb2.StatsResponse:
@@ -214,10 +232,17 @@ def nothing_is_left(world: World) -> None:
     _stats(world)
     time.sleep(_POLL_S)
     _descriptors_again(world, _descriptor_counts(world))
-    children, gateways = world.daemon.children(), world.daemon.gateways()
-    if children != gateways or len(gateways) != bool(world.shape.remote):
-        text = f"processes of the daemon: {children}, of which are gateways: {gateways}"
-        world.report.find(LEAK, text, world.where)
+    if described := _until(lambda: _processes(world), world.patience_s):
+        world.report.find(LEAK, described, world.where)
+
+
+def _processes(world: World) -> str:
+    """Describe the daemon's processes; empty if they are those that it should have."""
+    children, gateways, movers = world.daemon.children(), world.daemon.gateways(), world.movers()
+    wanted = (bool(world.shape.remote), bool(world.shape.tier))
+    if sorted(children) == sorted(gateways + movers) and (len(gateways), len(movers)) == wanted:
+        return ""
+    return f"processes of the daemon: {children}; gateways: {gateways}, of a remote: {movers}"
 
 
 def copy_state(world: World) -> None:
@@ -265,11 +290,25 @@ def _quiet(world: World) -> None:
 
     def held() -> str:
         found = _stats(world)
-        return found.books_error or _holds(found)
+        return found.books_error or _holds(found) or _staged(world)
 
     if described := _until(held, world.patience_s):
         text = f"after all clients have ended: {described}; {world.daemon.members()}"
         world.report.find(LEAK, text, world.where)
+
+
+def _staged(world: World) -> str:
+    """Describe the remote's staging memory that is in use; empty if that is none."""
+    if world.server is None:
+        return ""
+    try:
+        address = world.daemon.ready()["http"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=ADMIN_S) as answer:
+            lines = answer.read().decode().splitlines()
+    except (OSError, KVHearthError) as error:
+        return f"the daemon's metrics are not told: {error}"
+    used = [line for line in lines if line.startswith(_STAGING) and 'state="used"' in line]
+    return "" if used and used[0].split()[-1] in ("0", "0.0") else f"staging memory: {used}"
 
 
 def _holds(found: admin_pb2.StatsResponse) -> str:
