@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import time
 import urllib.request
@@ -32,7 +33,8 @@ END_S = 5.0
 DESCRIPTORS_MORE = 1
 """Allowance for a connection of the kit's own calls that may be closing."""
 _SHOWN = 8
-_STAGING = "kvhearth_remote_staging_bytes{"
+_STAGED = re.compile(r'staging_bytes{.*?state="used"} 0(\.0)?(,|$)')
+_REMOTE = re.compile(r'^kvhearth_remote_|remote="[^"]*",?')
 _POLL_S = 0.05
 
 
@@ -164,6 +166,8 @@ def _missing(world: World, client: Client, said: dict[str, object]) -> None:
         f"{_described(said, ('absent', 'below', 'reason', 'failed'))}; "
         f"clients hold {_holds(daemon)}; {refused}"
     )
+    if world.server is not None:
+        text += f"; {_remote_figures(world)}; {world.daemon.complaints(4)}"
     world.report.find(LOST, text, world.where, len(left))
     # Report each lost block once.
     world.oracle.excuse(client.model, left, "lost")
@@ -301,14 +305,20 @@ def _staged(world: World) -> str:
     """Describe the remote's staging memory that is in use; empty if that is none."""
     if world.server is None:
         return ""
+    found = _remote_figures(world)
+    return "" if _STAGED.search(found) else f"staging memory is in use: {found}"
+
+
+def _remote_figures(world: World) -> str:
+    """Return the daemon's metrics of its remote that are not zero, in one line."""
     try:
         address = world.daemon.ready()["http"]
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=ADMIN_S) as answer:
             lines = answer.read().decode().splitlines()
     except (OSError, KVHearthError) as error:
         return f"the daemon's metrics are not told: {error}"
-    used = [line for line in lines if line.startswith(_STAGING) and 'state="used"' in line]
-    return "" if used and used[0].split()[-1] in ("0", "0.0") else f"staging memory: {used}"
+    told = (_REMOTE.sub("", line) for line in lines if line.startswith("kvhearth_remote_"))
+    return ", ".join(line for line in told if not line.endswith(" 0") or "staging" in line)
 
 
 def _holds(found: admin_pb2.StatsResponse) -> str:
