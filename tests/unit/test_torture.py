@@ -27,6 +27,7 @@ from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.decks import BOUNDARY, POINT, Coverage, Deck, Decks
 from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.faults.daemon import daemon_points, in_reach
+from kvhearth_lab.torture.faults.remotes import mover_points
 from kvhearth_lab.torture.oracle import IMPATIENT, claimed, failures, look_at_drive
 from kvhearth_lab.torture.plan import VERSION, Plan
 from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, Report, Stalls
@@ -47,8 +48,9 @@ def room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plans(tmp_path: Path, count: int, *, seed: int = 5, **more: object) -> list[Plan]:
-    """Returns the first plans of a seed."""
-    options = Options(seed, 600, Roots(SHARED, tmp_path), **more)  # type: ignore[arg-type]
+    """Returns the first plans of a seed, without a remote, which may not be installed."""
+    settings: dict[str, Any] = {"remote": False, **more}
+    options = Options(seed, 600, Roots(SHARED, tmp_path), **settings)
     return list(itertools.islice(options.plans(), count))
 
 
@@ -95,9 +97,24 @@ def test_a_run_of_minutes_aims_at_every_fault_point_and_boundary(tmp_path: Path)
                 points[point] += 1
             for size, dealt in step.parameters.get("sectors", {}).items():
                 boundaries.setdefault(int(size), set()).update(dealt)
-    assert set(points) == set(daemon_points())
+    remotes = {point for point in daemon_points() if point.startswith("remote.")}
+    assert set(points) == set(daemon_points()) - remotes
     assert max(points.values()) <= min(points.values()) + 3, points
     assert boundaries == {size: set(range(size + 1)) for size in (16, 40, 88, 104)}
+
+
+def test_worlds_with_a_remote_aim_at_every_fault_point_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    found = set[str]()
+    for plan in plans(tmp_path, 14, remote=True):
+        assert plan.shape.tier
+        for step in plan.steps:
+            if step.fault in ("kill_mover_at_point", "kill_daemon_at_point"):
+                found.update(step.parameters["points"])
+    remotes = {point for point in daemon_points() if point.startswith("remote.")}
+    assert len(remotes) > 3
+    assert len(mover_points()) > 8
+    assert found >= remotes | set(mover_points())
 
 
 def test_one_world_of_a_seed_is_dealt_what_it_was_dealt_in_the_run(tmp_path: Path) -> None:

@@ -194,6 +194,7 @@ def _covered(found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str, st
     missing = {
         "points": found["points_missing"],
         "client_points": found["client_points_missing"],
+        "mover_points": found["mover_points_missing"],
         "boundaries": [
             f"{sectors} sectors: {', '.join(map(str, missed))}"
             for sectors, missed in found["boundaries_missing"].items()

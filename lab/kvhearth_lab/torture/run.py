@@ -159,9 +159,7 @@ def _world(course: _Course, plan: Plan) -> list[str]:
         watch = CapacityWatch(where.ssd)
         watch.start()
         try:
-            world.start_server()
-            world.start_daemon()
-            world.start_clients()
+            world.begin()
             world.traffic(_WARM_S)
             for number, step in enumerate(plan.steps, 1):
                 at_s = time.monotonic() - course.begin

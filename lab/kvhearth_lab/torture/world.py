@@ -273,6 +273,12 @@ class World(Clients):
             self.server.launch()
             self.server.wait()
 
+    def begin(self) -> None:
+        """Start the remote, the daemon and the clients; raises as ``start_daemon``."""
+        self.start_server()
+        self.start_daemon()
+        self.start_clients()
+
     def end_server(self) -> None:
         """End the remote."""
         if self.server is not None:

@@ -133,9 +133,9 @@ class Shape:
 def _kind(number: int, *, ssd: bool, tiers: Sequence[str], remote: bool | None) -> str:
     if remote:
         return SHARED
-    kinds = (SPILLING, ROOMY, FLEETING, PRESSED) if ssd else (ROOMY, PRESSED)
+    kinds = [SPILLING, ROOMY, FLEETING, PRESSED] if ssd else [ROOMY, PRESSED]
     if tiers and remote is None:
-        kinds += (SHARED,)
+        kinds.append(SHARED)
     return kinds[number % len(kinds)]
 
 

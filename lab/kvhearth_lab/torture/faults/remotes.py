@@ -16,7 +16,8 @@ import grpc
 
 import kvhearth_server
 from kvhearth.proto.v1 import admin_pb2
-from kvhearth_lab.harness.daemon import ADMIN_S
+from kvhearth.wire.frames import Stub
+from kvhearth_lab.harness.daemon import ADMIN_S, Metadata
 from kvhearth_lab.torture.decks import MOVER_POINT, Decks, Mark
 from kvhearth_lab.torture.faults.base import Fault, Parameters
 from kvhearth_lab.torture.faults.daemon import OF_MOVERS
@@ -32,7 +33,7 @@ _PUBLISHED_S = 5.0
 _PASSAGES = (1, 1, 2, 5, 12)
 _POINTS_A_STEP = 2
 _LONG_S = 6.0
-"""Longer than any request to a remote but a write, with the time after which its helper is ended."""
+"""Longer than any request to a remote but a write, and the time until its helper is ended."""
 _HIT = re.compile(r'\bhit\("(' + OF_MOVERS.replace(".", r"\.") + r'[a-z_.]+)"\)')
 
 
@@ -53,20 +54,18 @@ class _TierFault(Fault):
 
 def _evict(world: World) -> None:
     """Evict all that memory can do without, as an operator would."""
-    listing = admin_pb2.ListNamespacesRequest()
-    with contextlib.suppress(grpc.RpcError, OSError):
-        spaces = world.daemon.admin(
-            lambda stub, token: stub.ListNamespaces(listing, metadata=token, timeout=ADMIN_S)
-        )
+
+    def evict(stub: Stub, token: Metadata) -> None:
+        listing = admin_pb2.ListNamespacesRequest()
+        spaces = stub.ListNamespaces(listing, metadata=token, timeout=ADMIN_S)
         for space in spaces.namespaces:
             wanted = admin_pb2.EvictRequest(
                 namespace=space.namespace, tier=admin_pb2.EVICT_TIER_MEMORY
             )
-            world.daemon.admin(
-                lambda stub, token, wanted=wanted: stub.Evict(
-                    wanted, metadata=token, timeout=ADMIN_S
-                )
-            )
+            stub.Evict(wanted, metadata=token, timeout=ADMIN_S)
+
+    with contextlib.suppress(grpc.RpcError, OSError):
+        world.daemon.admin(evict)
 
 
 def _server_down(world: World, for_s: float) -> None:

@@ -513,9 +513,10 @@ class RemoteTier(Tier):
         low, high = unknown(states)
         present = states == YES
         self.counts.add("cache_hits", len(keys) - (high - low))
+        # Also those whose read failed a while ago: nothing else would ask about them again.
+        present[:low] = True
         if low >= high:
             return Known(present, None)
-        present[:low] = True
         self.counts.add("cache_misses", high - low)
         if not self._searches.begin(family, space, list(keys[low:high]), hashes[low:high]):
             return Known(present, None)
