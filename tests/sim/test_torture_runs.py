@@ -20,13 +20,14 @@ from pathlib import Path
 import pytest
 
 from kvhearth.errors import KVHearthError
+from kvhearth_lab.harness.remote_server import installed
 from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.faults.daemon import client_points, daemon_points
 from kvhearth_lab.torture.plan import StepLog
 from kvhearth_lab.torture.report import KINDS
 from kvhearth_lab.torture.run import Options
 from kvhearth_lab.torture.scene import Roots
-from kvhearth_lab.torture.world_config import FLEETING, PRESSED, ROOMY, SPILLING
+from kvhearth_lab.torture.world_config import FLEETING, PRESSED, ROOMY, SHARED, SPILLING
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "60"))
@@ -88,7 +89,8 @@ def test_a_seed_and_a_log_repeat_the_choices(tmp_path: Path) -> None:
     roots = Roots(ARENA_ROOT, tmp_path)
     log = StepLog(tmp_path / "log")
     first = []
-    for plan in itertools.islice(Options(5, 1, roots).plans(), 6):
+    remote = None if installed() else False
+    for plan in itertools.islice(Options(5, 1, roots, remote=remote).plans(), 6):
         steps = list(plan.steps)
         first.append((plan.number, plan.shape, steps))
         log.world(plan)
@@ -99,7 +101,8 @@ def test_a_seed_and_a_log_repeat_the_choices(tmp_path: Path) -> None:
     assert [(p.number, p.shape, list(p.steps)) for p in again] == first
     alone = next(iter(Options(5, 1, roots, first=4).plans()))
     assert (alone.number, alone.shape, list(alone.steps)) == first[4]
-    assert {shape.kind for _, shape, _ in first} == {ROOMY, SPILLING, FLEETING, PRESSED}
+    wanted = {ROOMY, SPILLING, FLEETING, PRESSED, *([SHARED] if installed() else [])}
+    assert {shape.kind for _, shape, _ in first} == wanted
 
 
 def test_all_fault_points_are_known() -> None:

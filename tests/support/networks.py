@@ -17,10 +17,16 @@ NETWORK_ENV = "KVHEARTH_TEST_NETWORK"
 
 @dataclass(frozen=True)
 class Hosts:
-    """Namespaces, and the address of this one as each sees it."""
+    """Namespaces, and the address of this one as each sees it. All of them reach the first one of
+    these addresses.
+    """
 
     names: tuple[str, ...]
     gateways: tuple[str, ...]
+
+    def entering(self, number: int) -> tuple[str, ...]:
+        """Return the command that executes another one on a host."""
+        return ("ip", "netns", "exec", self.names[number])
 
 
 def _ip(words: str) -> None:
@@ -48,6 +54,8 @@ def two_hosts() -> Iterator[Hosts]:
                 _ip(f"-n {name} address add {net}.2/30 dev {name}r")
                 _ip(f"-n {name} link set {name}r up")
                 _ip(f"-n {name} link set lo up")
+                if net != nets[0]:
+                    _ip(f"-n {name} route add {nets[0]}.1/32 via {net}.1")
         except OSError as error:
             pytest.skip(f"needs the right to make network namespaces: {error}")
         yield Hosts(names, tuple(f"{net}.1" for net in nets))

@@ -41,9 +41,9 @@ def free_port() -> int:
                 return port
 
 
-def answers(port: int) -> bool:
+def answers(port: int, host: str = "127.0.0.1") -> bool:
     """Whether something listens on a port."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.5):
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 0.5):
         return True
     return False
 
@@ -126,12 +126,15 @@ def valkey_binary() -> str:
     return str(found[0])
 
 
-def valkey(folder: Path, *options: str, binary: str = "") -> Server:
+def valkey(folder: Path, *options: str, binary: str = "", host: str = "127.0.0.1") -> Server:
     """Return a Valkey server without a disk."""
     port = free_port()
-    place = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
+    place = ("--port", str(port), "--bind", host, "--save", "", "--appendonly", "no")
+    if host != "127.0.0.1":
+        options = ("--protected-mode", "no", *options)
     command = [binary or valkey_binary(), *place, *options]
-    return Server(command, port, folder, f"valkey://127.0.0.1:{port}/kv")
+    url = f"valkey://{host}:{port}/kv"
+    return Server(command, port, folder, url, lambda: answers(port, host))
 
 
 def resp(port: int, *words: str) -> bytes:
@@ -199,7 +202,7 @@ def rclone(folder: Path) -> Server:
     return Server(command, port, folder, f"s3://bucket/kv?endpoint=http://127.0.0.1:{port}")
 
 
-def seaweed(folder: Path) -> Server:
+def seaweed(folder: Path, host: str = "127.0.0.1") -> Server:
     """Return a SeaweedFS of one process: master, volume, filer and S3."""
     binary = str(environment("remotes") / "bin" / "weed")
     (folder / "data").mkdir(parents=True)
@@ -210,13 +213,15 @@ def seaweed(folder: Path) -> Server:
     (folder / "s3.json").write_text(identity % ACCESS)
     ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
     command = [
-        *(binary, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+        *(binary, "server", f"-dir={folder / 'data'}", f"-ip={host}", f"-ip.bind={host}"),
         *("-s3", "-filer", "-master.telemetry=false", f"-s3.config={folder / 's3.json'}"),
         *(f"-{name}.port={port}" for name, port in ports.items()),
         *("-master.volumeSizeLimitMB=64", "-volume.max=20"),
+        # Else it listens on two ports of its own choice, which a second server cannot have.
+        *("-s3.port.iceberg=0", "-s3.port.lance=0"),
     ]
-    url = f"s3://bucket/kv?endpoint=http://127.0.0.1:{ports['s3']}"
-    return Server(command, ports["s3"], folder, url)
+    url = f"s3://bucket/kv?endpoint=http://{host}:{ports['s3']}"
+    return Server(command, ports["s3"], folder, url, lambda: answers(ports["s3"], host))
 
 
 def secret_file(folder: Path, *lines: str) -> str:

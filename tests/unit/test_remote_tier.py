@@ -150,6 +150,17 @@ def test_a_hole_shows_when_it_is_read(rig: Rig) -> None:
     assert rig.ask(range(16)).present[:5].tolist() == [True] * 4 + [False]
 
 
+def test_a_chain_whose_first_read_failed_is_whole_again_soon(rig: Rig) -> None:
+    rig.put_all(range(8))
+    assert rig.known(range(8))[0] == 8
+    rig.mover.failure = Failed("unreachable")  # type: ignore[arg-type]
+    rig.load(range(8))
+    assert not rig.ask(range(8)).present.any()
+    rig.mover.failure = None
+    rig.clock.put_forward(NEGATIVE_S + 1)
+    assert rig.ask(range(8)).present.all(), "the others are known to be there for longer"
+
+
 def test_wrong_bytes_are_deleted_and_absent(rig: Rig) -> None:
     rig.put_all(range(4))
     value = next(value for name, value in rig.mover.values.items() if name[1] == key_of(2))

@@ -27,6 +27,7 @@ from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.decks import BOUNDARY, POINT, Coverage, Deck, Decks
 from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.faults.daemon import daemon_points, in_reach
+from kvhearth_lab.torture.faults.remotes import REMOTES, mover_points
 from kvhearth_lab.torture.oracle import IMPATIENT, claimed, failures, look_at_drive
 from kvhearth_lab.torture.plan import VERSION, Plan
 from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, Report, Stalls
@@ -47,8 +48,9 @@ def room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plans(tmp_path: Path, count: int, *, seed: int = 5, **more: object) -> list[Plan]:
-    """Returns the first plans of a seed."""
-    options = Options(seed, 600, Roots(SHARED, tmp_path), **more)  # type: ignore[arg-type]
+    """Returns the first plans of a seed, without a remote, which may not be installed."""
+    settings: dict[str, Any] = {"remote": False, **more}
+    options = Options(seed, 600, Roots(SHARED, tmp_path), **settings)
     return list(itertools.islice(options.plans(), count))
 
 
@@ -80,7 +82,8 @@ def test_a_card_that_is_there_several_times_comes_again_when_all_came_once() -> 
 def test_all_faults_come_round_in_few_worlds(tmp_path: Path) -> None:
     for seed in range(20):
         done = [s.fault for plan in plans(tmp_path, 6, seed=seed) for s in plan.steps]
-        assert len(set(done)) >= min(len(done), len(TABLE)) * 0.7, (seed, done)
+        possible = len(TABLE) - len(REMOTES)
+        assert len(set(done)) >= min(len(done), possible) * 0.7, (seed, done)
         some = [s.fault for plan in plans(tmp_path, 2, seed=seed) for s in plan.steps]
         assert len(set(some)) >= len(some) * 0.65, (seed, some)
 
@@ -95,9 +98,24 @@ def test_a_run_of_minutes_aims_at_every_fault_point_and_boundary(tmp_path: Path)
                 points[point] += 1
             for size, dealt in step.parameters.get("sectors", {}).items():
                 boundaries.setdefault(int(size), set()).update(dealt)
-    assert set(points) == set(daemon_points())
+    remotes = {point for point in daemon_points() if point.startswith("remote.")}
+    assert set(points) == set(daemon_points()) - remotes
     assert max(points.values()) <= min(points.values()) + 3, points
     assert boundaries == {size: set(range(size + 1)) for size in (16, 40, 88, 104)}
+
+
+def test_worlds_with_a_remote_aim_at_every_fault_point_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    found = set[str]()
+    for plan in plans(tmp_path, 14, remote=True):
+        assert plan.shape.tier
+        for step in plan.steps:
+            if step.fault in ("kill_mover_at_point", "kill_daemon_at_point"):
+                found.update(step.parameters["points"])
+    remotes = {point for point in daemon_points() if point.startswith("remote.")}
+    assert len(remotes) > 3
+    assert len(mover_points()) > 8
+    assert found >= remotes | set(mover_points())
 
 
 def test_one_world_of_a_seed_is_dealt_what_it_was_dealt_in_the_run(tmp_path: Path) -> None:
@@ -185,7 +203,7 @@ def test_faults_that_cannot_happen_are_refused(
     with pytest.raises(KVHearthError, match="flip_arena cannot happen"):
         plans(tmp_path, 1, faults=("flip_arena",), **one)
     assert plans(tmp_path, 1, faults=("flip_arena", "kill_client"), **one)[0].steps
-    for name in TABLE:
+    for name in TABLE.keys() - {each.name for each in REMOTES}:
         assert plans(tmp_path, 1, faults=(name,)), name
 
 

@@ -57,6 +57,16 @@ Gateway = Annotated[
         show_default=False,
     ),
 ]
+Remote = Annotated[
+    bool | None,
+    typer.Option(
+        "--remote/--no-remote",
+        help="Use worlds with or without a remote behind memory (default: some have one, where its "
+        "library is installed). weed and valkey-server are used if PATH has them, else a "
+        "directory.",
+        show_default=False,
+    ),
+]
 Dir = Annotated[
     Path | None,
     typer.Option(
@@ -100,6 +110,7 @@ def torture(  # noqa: PLR0913 - one parameter a flag
     faults: Faults = "",
     ssd: Ssd = True,
     gateway: Gateway = None,
+    remote: Remote = None,
     directory: Dir = None,
     arena_root: ArenaRoot = _SHARED_MEMORY,
     world: OneWorld = None,
@@ -130,6 +141,7 @@ def torture(  # noqa: PLR0913 - one parameter a flag
         faults=tuple(word.strip() for word in faults.split(",") if word.strip()),
         ssd=ssd,
         gateway=gateway,
+        remote=remote,
         first=world or 0,
         worlds=0 if world is None else 1,
         log=log,
@@ -182,6 +194,7 @@ def _covered(found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str, st
     missing = {
         "points": found["points_missing"],
         "client_points": found["client_points_missing"],
+        "mover_points": found["mover_points_missing"],
         "boundaries": [
             f"{sectors} sectors: {', '.join(map(str, missed))}"
             for sectors, missed in found["boundaries_missing"].items()

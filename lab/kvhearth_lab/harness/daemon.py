@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -82,38 +82,45 @@ def clean_environment() -> dict[str, str]:
     return kept
 
 
-def module(*words: str) -> Starter:
-    """Return a starter that runs a module: its name, and its arguments before the flags."""
+def module(*words: str, before: Sequence[str] = ()) -> Starter:
+    """Return a starter that runs a module: its name, and its arguments before the flags. ``before``
+    is a command that executes another one.
+    """
 
     def start(
         flags: list[str], environment: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", *words, *flags]
+        command = [*before, sys.executable, "-m", *words, *flags]
         variables = {**clean_environment(), **environment}
         return subprocess.Popen(command, stdout=log, stderr=log, env=variables)
 
     return start
 
 
-def tied(clock_file: Path | None = None) -> Starter:
+def tied(clock_file: Path | None = None, before: Sequence[str] = ()) -> Starter:
     """Return a starter of a daemon that ends with this process.
 
     Args:
         clock_file: file that its clocks follow (``harness.faults``); None for the machine's clocks.
+        before: a command that executes another one, in place of itself.
     """
     clock = str(clock_file or "")
-    return module("kvhearth_lab.harness.daemon_main", str(os.getpid()), clock, "serve")
+    words = ("kvhearth_lab.harness.daemon_main", str(os.getpid()), clock, "serve")
+    return module(*words, before=before)
 
 
 SERVE = module("kvhearth_server.cli.app", "serve")
 """Starts ``kvhearth serve`` and nothing else."""
 
 
+FLEET_KEY = b"0" * 64
+"""Key of the fleet that all daemons here are of."""
+
+
 def _fleet_key_file(folder: Path) -> Path:
-    """Write the key of a fleet that all daemons here are of."""
     path = folder / "fleet.key"
     path.touch(0o600)
-    path.write_text("0" * 64)
+    path.write_bytes(FLEET_KEY)
     return path
 
 

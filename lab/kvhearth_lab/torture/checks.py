@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import grpc
 
+from kvhearth.errors import KVHearthError
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness.client_process import ANSWER_S, Client
+from kvhearth_lab.harness.daemon import ADMIN_S
 from kvhearth_lab.harness.engine import key_of
 from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.faults.connections import STAGES, CutHandshake
@@ -29,6 +33,8 @@ END_S = 5.0
 DESCRIPTORS_MORE = 1
 """Allowance for a connection of the kit's own calls that may be closing."""
 _SHOWN = 8
+_STAGED = re.compile(r'staging_bytes{.*?state="used"} 0(\.0)?(,|$)')
+_REMOTE = re.compile(r'^kvhearth_remote_|remote="[^"]*",?')
 _POLL_S = 0.05
 
 
@@ -40,6 +46,7 @@ def check(world: World) -> None:
     """
     _alive(world)
     with world.paused():
+        _await_server(world)
         _blocks(world)
         found = _stats(world)
         if found.books_error:
@@ -76,6 +83,19 @@ def _alive(world: World) -> None:
         world.report.find(CRASH, text, world.where)
         world.kill_daemon()
         world.start_daemon()
+
+
+def _await_server(world: World) -> None:
+    """Decide which blocks the remote must give back; faults have started it again.
+
+    Raises:
+        UselessError: it does not come up, which is not the daemon's fault.
+    """
+    try:
+        world.excuse_unless_at_the_remote()
+    except (KVHearthError, OSError):
+        world.report.figures["remote_servers_that_failed"] += 1
+        raise UselessError from None
 
 
 def _stats(world: World) -> admin_pb2.StatsResponse:
@@ -146,6 +166,8 @@ def _missing(world: World, client: Client, said: dict[str, object]) -> None:
         f"{_described(said, ('absent', 'below', 'reason', 'failed'))}; "
         f"clients hold {_holds(daemon)}; {refused}"
     )
+    if world.server is not None:
+        text += f"; {_remote_figures(world)}; {world.daemon.complaints(4)}"
     world.report.find(LOST, text, world.where, len(left))
     # Report each lost block once.
     world.oracle.excuse(client.model, left, "lost")
@@ -214,10 +236,17 @@ def nothing_is_left(world: World) -> None:
     _stats(world)
     time.sleep(_POLL_S)
     _descriptors_again(world, _descriptor_counts(world))
-    children, gateways = world.daemon.children(), world.daemon.gateways()
-    if children != gateways or len(gateways) != bool(world.shape.remote):
-        text = f"processes of the daemon: {children}, of which are gateways: {gateways}"
-        world.report.find(LEAK, text, world.where)
+    if described := _until(lambda: _processes(world), world.patience_s):
+        world.report.find(LEAK, described, world.where)
+
+
+def _processes(world: World) -> str:
+    """Describe the daemon's processes; empty if they are those that it should have."""
+    children, gateways, movers = world.daemon.children(), world.daemon.gateways(), world.movers()
+    wanted = (bool(world.shape.remote), bool(world.shape.tier))
+    if sorted(children) == sorted(gateways + movers) and (len(gateways), len(movers)) == wanted:
+        return ""
+    return f"processes of the daemon: {children}; gateways: {gateways}, of a remote: {movers}"
 
 
 def copy_state(world: World) -> None:
@@ -265,11 +294,31 @@ def _quiet(world: World) -> None:
 
     def held() -> str:
         found = _stats(world)
-        return found.books_error or _holds(found)
+        return found.books_error or _holds(found) or _staged(world)
 
     if described := _until(held, world.patience_s):
         text = f"after all clients have ended: {described}; {world.daemon.members()}"
         world.report.find(LEAK, text, world.where)
+
+
+def _staged(world: World) -> str:
+    """Describe the remote's staging memory that is in use; empty if that is none."""
+    if world.server is None:
+        return ""
+    found = _remote_figures(world)
+    return "" if _STAGED.search(found) else f"staging memory is in use: {found}"
+
+
+def _remote_figures(world: World) -> str:
+    """Return the daemon's metrics of its remote that are not zero, in one line."""
+    try:
+        address = world.daemon.ready()["http"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=ADMIN_S) as answer:
+            lines = answer.read().decode().splitlines()
+    except (OSError, KVHearthError) as error:
+        return f"the daemon's metrics are not told: {error}"
+    told = (_REMOTE.sub("", line) for line in lines if line.startswith("kvhearth_remote_"))
+    return ", ".join(line for line in told if not line.endswith(" 0") or "staging" in line)
 
 
 def _holds(found: admin_pb2.StatsResponse) -> str:

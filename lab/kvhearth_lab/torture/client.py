@@ -387,9 +387,10 @@ class Worker:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         return cut
 
-    def _bump(self, _: Line) -> Line:
+    def _bump(self, command: Line) -> Line:
         self._again = self._known[-PAGES:]
-        return {"epoch": self._engine.client.bump_epoch()}
+        label = command.get("label") or None
+        return {"epoch": self._engine.client.bump_epoch(label=label)}
 
     def _end(self, command: Line | None) -> int:
         closed = self._cache is None or self._cache.close()

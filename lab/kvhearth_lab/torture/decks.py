@@ -11,8 +11,10 @@ from typing import Any, Generic, TypeVar
 BOUNDARY = "boundary"
 """Kind of the marks (sectors of a record, sectors left of it)."""
 POINT = "point"
-"""Kind of the daemon's fault points; ``CLIENT_POINT`` is the kind of a client's."""
-CLIENT_POINT = "client_point"
+"""Kind of the daemon's fault points; ``CLIENT_POINT`` is the kind of a client's, ``MOVER_POINT`` of
+a remote's helper process.
+"""
+CLIENT_POINT, MOVER_POINT = "client_point", "mover_point"
 Mark = tuple[str, str | tuple[int, int]]
 
 
@@ -42,7 +44,7 @@ class Coverage:
         boundaries at which a record ended, all its boundaries].
         """
         found: dict[str, Any] = {}
-        for kind in (POINT, CLIENT_POINT):
+        for kind in (POINT, CLIENT_POINT, MOVER_POINT):
             names = self._all(kind)
             missing = [name for name in names if not self.hits[kind, name]]
             found[f"{kind}s_reached"] = len(names) - len(missing)

@@ -16,7 +16,7 @@ from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.world_config import Shape, shape_of
 
 STEPS_MAX = 10
-VERSION = 4
+VERSION = 5
 
 
 @dataclass
@@ -55,6 +55,8 @@ class SeededPlan:
     ssd: bool
     first: int = 0
     gateway: bool | None = None
+    tiers: Sequence[str] = ()
+    remote: bool | None = None
 
     def plans(self) -> Iterator[Plan]:
         """Yield the worlds from ``first`` on."""
@@ -77,6 +79,8 @@ class SeededPlan:
             ssd=self.ssd,
             skewed="clock_jump" in self.faults,
             gateway=self.gateway,
+            tiers=self.tiers,
+            remote=self.remote,
         )
         return rng, shape
 

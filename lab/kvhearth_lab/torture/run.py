@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_lab.harness.remote_server import installed
 from kvhearth_lab.torture.checks import capacity, check, finish
 from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.plan import Plan, SeededPlan, StepLog, recorded
@@ -42,6 +43,8 @@ class Options:
         faults: names of faults; empty for all.
         ssd: include worlds with a drive.
         gateway: whether worlds have remote clients; None for some of them.
+        remote: whether worlds have a remote behind memory; None for some of them, where a remote's
+            library is installed.
         first: number of the first world.
         worlds: number of worlds, 0 for as many as there is time for.
         log: file to write steps to.
@@ -55,6 +58,7 @@ class Options:
     faults: Sequence[str] = ()
     ssd: bool = True
     gateway: bool | None = None
+    remote: bool | None = None
     first: int = 0
     worlds: int = 0
     log: Path | None = None
@@ -77,7 +81,14 @@ class Options:
         if self.replay is not None:
             return recorded(self.replay)
         faults = list(self.faults or TABLE)
-        seeded = SeededPlan(self.seed, faults, self.ssd, self.first, self.gateway)
+        tiers = () if self.remote is False else installed()
+        if self.remote and not tiers:
+            raise KVHearthError(
+                Reason.CONFIG_INVALID, "--remote needs a remote's library: pip install kvhearth[s3]"
+            )
+        seeded = SeededPlan(
+            self.seed, faults, self.ssd, self.first, self.gateway, tiers, self.remote
+        )
         shapes = list(itertools.islice(seeded.shapes(), self.worlds or _SHAPES))
         idle = [name for name in self.faults if not any(map(TABLE[name].fits, shapes))]
         # One world need not fit all requested faults, but must fit at least one.
@@ -85,7 +96,7 @@ class Options:
             raise KVHearthError(
                 Reason.CONFIG_INVALID,
                 f"--faults: {', '.join(idle)} cannot happen in the worlds that are left by "
-                "--no-ssd, --no-gateway or --world",
+                "--no-ssd, --no-gateway, --no-remote or --world, and by what is installed",
             )
         return seeded.plans()
 
@@ -148,8 +159,7 @@ def _world(course: _Course, plan: Plan) -> list[str]:
         watch = CapacityWatch(where.ssd)
         watch.start()
         try:
-            world.start_daemon()
-            world.start_clients()
+            world.begin()
             world.traffic(_WARM_S)
             for number, step in enumerate(plan.steps, 1):
                 at_s = time.monotonic() - course.begin
@@ -175,6 +185,7 @@ def _world(course: _Course, plan: Plan) -> list[str]:
                     client.kill()
             world.daemon.kill()
             world.network.stop()
+            world.end_server()
         world.judge_slow()
         report.worlds[plan.shape.kind] += 1
         report.excused.update(world.oracle.excused)

@@ -14,9 +14,10 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
 from kvhearth.worker_thread import SupervisedThread
-from kvhearth_lab.harness.daemon import Daemon, tied
-from kvhearth_lab.harness.engine import key_of
+from kvhearth_lab.harness.daemon import FLEET_KEY, Daemon, tied
+from kvhearth_lab.harness.engine import contract_of, key_of
 from kvhearth_lab.harness.faults import set_offsets
+from kvhearth_lab.harness.remote_server import RemoteServer
 from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.damage import ARENA, DRIVE
 from kvhearth_lab.torture.network import Network
@@ -24,8 +25,10 @@ from kvhearth_lab.torture.oracle import Oracle
 from kvhearth_lab.torture.plan import Plan
 from kvhearth_lab.torture.report import Report, Stalls
 from kvhearth_lab.torture.world_config import ROOMY
+from kvhearth_server.config.model import DEFAULT_TENANT_NAME
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import FilesystemKind, filesystem_kind
+from kvhearth_server.tiers.remote.names import object_name, space_name
 
 _EVERY_S = 0.02
 _SOCKETS_CHARS = 60
@@ -149,6 +152,8 @@ ON_DRIVE = "checksum_failures{ssd}"
 PATIENCE_S = 15.0
 """Time within which blocks must be served, resources released and processes closed."""
 
+REMOTE_PATIENCE_S = 45.0
+"""The same where a remote may have been away: a daemon tries it again after 35 s at most."""
 
 WORLD_ENVIRONMENT_NAME = "TORTURE_WORLD"
 """Variable by which all processes of a world's daemons are found."""
@@ -159,6 +164,8 @@ class Scenario:
 
     Attributes:
         network: the way of remote clients to the gateway.
+        server: the remote behind memory, if there is one.
+        labels: the weights' label of each model whose weights were bumped.
         models: names of the shape's models.
         patience_s: ``PATIENCE_S``; shorter where blocks are known to be lost.
         monotonic_s: offset of the daemon's monotonic clock.
@@ -174,7 +181,7 @@ class Scenario:
         self.oracle = Oracle(keeps=self.shape.keeps)
         self.models = [self.model_name(number) for number in range(len(self.shape.models))]
         self.step = 0
-        self.patience_s = PATIENCE_S
+        self.patience_s = REMOTE_PATIENCE_S if self.shape.tier else PATIENCE_S
         self.monotonic_s = 0.0
         self.damaged: set[str] = set()
         self.drive_is_good = True
@@ -183,10 +190,15 @@ class Scenario:
         self.orders()
         set_offsets(places.clock, 0.0, 0.0)
         self.network = Network(self.shape.remote)
+        kind = self.shape.tier
+        self.server = RemoteServer(kind, places.folder / "remote") if kind else None
+        self.labels: dict[str, str] = {}
         self.daemon = Daemon(
             places.folder,
             places.arena if self.shape.arena_stays else None,
-            self.shape.settings(places.ssd, self.network.port),
+            self.shape.settings(
+                places.ssd, self.network.port, self.server.url if self.server else ""
+            ),
             tied(places.clock if self.shape.skewed else None),
         )
         self.daemon.environment[WORLD_ENVIRONMENT_NAME] = str(places.folder)
@@ -282,6 +294,35 @@ class Scenario:
         take = self.oracle.spoil if spoilt else self.oracle.excuse
         for model, above in self.not_on_disk().items():
             take(model, [number for number in above if key_of(model, number) in wanted], why)
+
+    def at_the_remote(self) -> dict[str, list[int]]:
+        """Return, by model, the acknowledged blocks that the remote has now.
+
+        Raises:
+            OSError, KVHearthError: it does not answer.
+        """
+        assert self.server is not None
+        names = self.server.names()
+        found = {}
+        for number, model in enumerate(self.models):
+            page_bytes, shards = self.shape.models[number]
+            contract = contract_of(page_bytes, shards=shards, model=model).to_json()
+            label = self.labels.get(model, "")
+            space = space_name(FLEET_KEY, DEFAULT_TENANT_NAME, contract, label, 0)
+            known = self.oracle.known(model)
+            found[model] = [
+                n for n in known if object_name(FLEET_KEY, space, key_of(model, n)) in names
+            ]
+        return found
+
+    def excuse_unless_at_the_remote(self) -> None:
+        """Excuse blocks that were not published: eviction does not wait for that."""
+        if self.server is None:
+            return
+        for model, there in self.at_the_remote().items():
+            self.report.figures["blocks_found_at_the_remote"] += len(there)
+            rest = set(self.oracle.known(model)).difference(there)
+            self.oracle.excuse(model, sorted(rest), "not published")
 
     def excuse_all(self, why: str) -> None:
         """Excuse all blocks, because their names are lost."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvhearth_lab.harness.client_process import Client, Line
 from kvhearth_lab.harness.daemon import READY_S
@@ -18,6 +19,8 @@ from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, WRONG, Report, Stal
 from kvhearth_lab.torture.scene import Places, Scenario
 from kvhearth_lab.torture.world_config import ROOMY
 
+MOVER = "kvhearth_server.tiers.remote.helper"
+"""Module that a remote's helper process runs."""
 _STORES_A_GO = 14
 _STORES_A_GO_PRESSED = 120
 _KNOWN_A_GO = 200
@@ -110,6 +113,8 @@ class Clients(Scenario):
     def kill_gateway(self) -> None:
         """Send SIGKILL to the gateway, also to one that only starts."""
         for pid in self.daemon.children():
+            if _is_mover(pid):
+                continue
             self._killed.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -176,8 +181,10 @@ class Clients(Scenario):
             epoch, _ = self.oracle.sealed(client.model)
             for number in range(1, 4):  # covers a lost answer
                 self.oracle.bumped(client.model, epoch + number)
-            said = client.ask("bump")
+            label = f"{client.model} {epoch} {self.step}" if self.server else ""
+            said = client.ask("bump", label=label)
             if said and said["epoch"] > 0:
+                self.labels[client.model] = label
                 self.oracle.bumped(client.model, said["epoch"])
                 self.oracle.tried(client.model, said["epoch"], [])
             for other in list(self.clients):
@@ -256,6 +263,41 @@ class World(Clients):
                 pass
         return True
 
+    def start_server(self) -> None:
+        """Start the remote, if there is one, and wait until it serves.
+
+        Raises:
+            KVHearthError: ``internal``: it does not come up.
+        """
+        if self.server is not None:
+            self.server.launch()
+            self.server.wait()
+
+    def begin(self) -> None:
+        """Start the remote, the daemon and the clients; raises as ``start_daemon``."""
+        self.start_server()
+        self.start_daemon()
+        self.start_clients()
+
+    def end_server(self) -> None:
+        """End the remote."""
+        if self.server is not None:
+            self.server.kill()
+
+    def movers(self) -> list[int]:
+        """Return the helper processes of the daemon's remote."""
+        if self.server is None or self.daemon.dead:
+            return []
+        return [pid for pid in self.daemon.children() if _is_mover(pid)]
+
+    def signal_movers(self, number: signal.Signals) -> int:
+        """Send a signal to each helper of the remote, and return their number."""
+        movers = self.movers()
+        for pid in movers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return len(movers)
+
     def kill_daemon(self, *, settled: bool = True) -> None:
         """Send SIGKILL. Unless ``settled`` is False, excuse the blocks that were lost with its
         memory.
@@ -303,3 +345,10 @@ class World(Clients):
         """
         if not self.shape.arena_stays:
             self.excuse_not_on_disk("memory ended")
+
+
+def _is_mover(pid: int) -> bool:
+    """Whether a process is the helper of a remote."""
+    with contextlib.suppress(OSError):
+        return MOVER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False

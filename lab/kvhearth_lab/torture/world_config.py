@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from kvhearth_server.tiers.ssd.settings import capacity_least
 MIB = 1 << 20
 SLAB_BYTES = 2 * MIB
 SLOT_BYTES_MIN = 16 << 10
+STAGING_BYTES = 2 * MIB
 
 ROOMY = "roomy"
 """Memory for everything, twice: nothing is evicted, every sealed block must always be there."""
@@ -22,7 +24,9 @@ FLEETING = "fleeting"
 """Memory that ends with the daemon, drives for everything: blocks on a drive must come back."""
 PRESSED = "pressed"
 """Too little of both: eviction everywhere; no byte may be wrong, no capacity exceeded."""
-KINDS = (ROOMY, SPILLING, FLEETING, PRESSED)
+SHARED = "shared"
+"""Memory for a part, and a remote for everything: blocks that are at the remote must come back."""
+KINDS = (ROOMY, SPILLING, FLEETING, PRESSED, SHARED)
 GATEWAY_HOST = "127.0.0.1"
 _GATEWAY_SHARE = 0.35
 _FLUSHED = 4
@@ -43,6 +47,7 @@ class Shape:
         blocks_max: blocks that clients begin to store, in all.
         skewed: whether the daemon's clocks can jump.
         remote: numbers of the clients that reach the daemon by its gateway.
+        tier: kind of the remote behind memory (``harness.remote_server``); empty for none.
     """
 
     kind: str
@@ -57,6 +62,7 @@ class Shape:
     verify_adopted: bool
     skewed: bool
     remote: tuple[int, ...] = ()
+    tier: str = ""
 
     @property
     def has_local(self) -> bool:
@@ -78,9 +84,9 @@ class Shape:
         """Whether no sealed block may get lost without a fault that took it."""
         return self.kind != PRESSED
 
-    def settings(self, ssd: Path, port: int = 0) -> dict[str, object]:
+    def settings(self, ssd: Path, port: int = 0, tier_url: str = "") -> dict[str, object]:
         """Return the daemon's settings, by field name; ``ssd`` is the drive's directory, ``port``
-        that of its gateway.
+        that of its gateway, ``tier_url`` the remote's.
         """
         values: dict[str, object] = {
             "memory": self.memory_bytes,
@@ -97,6 +103,9 @@ class Shape:
         }
         if self.remote:
             values["listen"] = f"{GATEWAY_HOST}:{port}"
+        if self.tier:
+            values |= {"remote": tier_url, "remote_write": "all", "remote_staging": STAGING_BYTES}
+            values["http"] = f"{GATEWAY_HOST}:0"
         if self.ssd_bytes:
             values["ssd_dirs"] = f"{ssd}={self.ssd_bytes}"
             values["ssd_segment_bytes"] = self.segment_bytes
@@ -121,15 +130,31 @@ class Shape:
         return cls(**{**said, "models": models, "clients": clients, "remote": remote})
 
 
+def _kind(number: int, *, ssd: bool, tiers: Sequence[str], remote: bool | None) -> str:
+    if remote:
+        return SHARED
+    kinds = [SPILLING, ROOMY, FLEETING, PRESSED] if ssd else [ROOMY, PRESSED]
+    if tiers and remote is None:
+        kinds.append(SHARED)
+    return kinds[number % len(kinds)]
+
+
 def shape_of(
-    rng: random.Random, number: int, *, ssd: bool, skewed: bool, gateway: bool | None = None
+    rng: random.Random,
+    number: int,
+    *,
+    ssd: bool,
+    skewed: bool,
+    gateway: bool | None = None,
+    tiers: Sequence[str] = (),
+    remote: bool | None = None,
 ) -> Shape:
     """Return the shape of world ``number``; kinds rotate. With ``skewed``, its clocks may jump if
     the dice say so. ``gateway`` forces a gateway or forbids it; by default the dice decide.
+    ``tiers`` are the kinds of remotes that there may be, which ``remote`` forces or forbids.
     """
-    kinds = (SPILLING, ROOMY, FLEETING, PRESSED) if ssd else (ROOMY, PRESSED)
-    kind = kinds[number % len(kinds)]
-    has_ssd = ssd and (kind != ROOMY or rng.random() < 0.6)
+    kind = _kind(number, ssd=ssd, tiers=tiers, remote=remote)
+    has_ssd = ssd and kind != SHARED and (kind != ROOMY or rng.random() < 0.6)
     shards = rng.choice([1, 2])
     models = ((rng.choice(_PAGES), shards), (rng.choice(_PAGES), 1))
     blocks = rng.choice([500, 700])
@@ -139,6 +164,7 @@ def shape_of(
         SPILLING: rng.choice([5, 6, 8]) * SLAB_BYTES,
         FLEETING: rng.choice([6, 10]) * SLAB_BYTES,
         PRESSED: rng.choice([3, 4]) * SLAB_BYTES,
+        SHARED: rng.choice([5, 6, 8]) * SLAB_BYTES,
     }[kind]
     segment = rng.choice([1, 2]) * MIB
     # Several times the blocks: one stored again or carried over is there twice for a time.
@@ -150,11 +176,13 @@ def shape_of(
     flush = rng.random() < 0.15 or number % 6 == _FLUSHED
     interface = rng.choice(["auto", "auto", "auto", "threads"])
     verify_adopted = rng.random() < 0.7
-    skewed = skewed and rng.random() < 0.5
+    # The clock of a remote's helper would not jump with the daemon's.
+    skewed = skewed and rng.random() < 0.5 and kind != SHARED
     # The last draws: what comes before is the same with and without a gateway.
     by_dice = rng.random() < _GATEWAY_SHARE
-    remote = rng.sample(range(len(clients)), rng.choice([1, 2, 3, 3]))
+    remote_clients = rng.sample(range(len(clients)), rng.choice([1, 2, 3, 3]))
     has_gateway = by_dice if gateway is None else gateway
+    clients_of_gateway = tuple(sorted(remote_clients)) if has_gateway else ()
     return Shape(
         kind=kind,
         memory_bytes=memory,
@@ -167,5 +195,6 @@ def shape_of(
         interface=interface,
         verify_adopted=verify_adopted,
         skewed=skewed,
-        remote=tuple(sorted(remote)) if has_gateway else (),
+        remote=clients_of_gateway,
+        tier=rng.choice(tiers) if kind == SHARED else "",
     )

@@ -10,10 +10,11 @@ from kvhearth_lab.torture.faults.daemon import POINTS, PROCESSES
 from kvhearth_lab.torture.faults.drives import DRIVES
 from kvhearth_lab.torture.faults.files import CATALOGUES, FILES
 from kvhearth_lab.torture.faults.gateway import GATEWAYS
+from kvhearth_lab.torture.faults.remotes import REMOTES
 
 __all__ = ["TABLE", "Fault"]
 
 TABLE: Mapping[str, Fault] = {
     fault.name: fault
-    for fault in (*PROCESSES, *POINTS, *FILES, *CATALOGUES, *DRIVES, *LINES, *GATEWAYS)
+    for fault in (*PROCESSES, *POINTS, *FILES, *CATALOGUES, *DRIVES, *LINES, *GATEWAYS, *REMOTES)
 }

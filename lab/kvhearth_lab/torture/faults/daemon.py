@@ -19,7 +19,7 @@ from kvhearth_lab.harness.client_process import ANSWER_S
 from kvhearth_lab.torture.decks import CLIENT_POINT, POINT, Decks, Mark
 from kvhearth_lab.torture.faults.base import Fault, Parameters
 from kvhearth_lab.torture.report import CRASH
-from kvhearth_lab.torture.world_config import FLEETING, PRESSED, Shape
+from kvhearth_lab.torture.world_config import FLEETING, PRESSED, SHARED, Shape
 from kvhearth_server.tiers.ssd.disk.queues import Op
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
@@ -38,12 +38,15 @@ _SHORT_SEGMENT = "99999999.segment"
 """Name of a segment file that is too short and empty, so that the daemon removes it."""
 _HIT = re.compile(r'\bhit\("([a-z_.]+)"\)')
 _OF_ARENAS = ("journal.", "catalogue.", "durable.")
-_OF_DRIVES = ("ssd.", "demote.", "promote.")
+_OF_DRIVES = ("ssd.", "demote.")
 _OF_PROMOTION = ("promote.", "ssd.before_read", "ssd.after_read")
 _OF_RESIZES = "resize."
 """Prefix of points that no world reaches, since its memory does not change;
 tests/integration/test_arena_resize.py dies at these points.
 """
+OF_MOVERS = "mover."
+"""Prefix of points in the helper process of a remote."""
+_OF_REMOTES = "remote."
 _SELDOM = (
     *("attach.", "catalogue.", "durable.", "journal.slab"),
     *("ssd.before_sync", "ssd.after_sync", "ssd.head_written", "ssd.segment_"),
@@ -59,7 +62,7 @@ def daemon_points() -> tuple[str, ...]:
     # The disk driver composes these names; flushes are not among its jobs.
     jobs = (Op.READ, Op.WRITE)
     found |= {f"ssd.{when}_{op.name.lower()}" for when in ("before", "after") for op in jobs}
-    return tuple(sorted(name for name in found if not name.startswith(_OF_RESIZES)))
+    return tuple(sorted(name for name in found if not name.startswith((_OF_RESIZES, OF_MOVERS))))
 
 
 @functools.cache
@@ -74,9 +77,11 @@ def in_reach(point: str, shape: Shape) -> bool:
     memory is too small for the blocks or ended with the daemon.
     """
     return (
-        (bool(shape.ssd_bytes) or not point.startswith(_OF_DRIVES))
+        (bool(shape.ssd_bytes or shape.tier) or not point.startswith("promote."))
+        and (bool(shape.ssd_bytes) or not point.startswith(_OF_DRIVES))
+        and (bool(shape.tier) or not point.startswith(_OF_REMOTES))
         and (shape.arena_stays or not point.startswith(_OF_ARENAS))
-        and (shape.kind in (FLEETING, PRESSED) or not point.startswith(_OF_PROMOTION))
+        and (shape.kind in (FLEETING, PRESSED, SHARED) or not point.startswith(_OF_PROMOTION))
         and (shape.flush or not point.endswith("_sync"))
     )
 

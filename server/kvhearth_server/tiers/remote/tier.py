@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvhearth.failpoints import hit
 from kvhearth.model import I64, U8
 from kvhearth_server.tiers.base import (
     REMOTE,
@@ -240,6 +241,7 @@ class RemoteTier(Tier):
         ticket = self._submit("put", put, WRITE_S, partial(self._stored, store))
         if isinstance(ticket, Throttled):
             return self._refused("stores", len(batch.keys), ticket)
+        hit("remote.put_submitted")
         self.counts.add("stores_present", len(batch.keys) - len(rows))
         self._inner[store.ticket] = ticket
         self._bounds.take(tenant, size * len(rows), len(rows))
@@ -271,6 +273,7 @@ class RemoteTier(Tier):
         if isinstance(ticket, Throttled):
             return self._refused("loads", count, ticket)
         self._inner[load.ticket] = ticket
+        hit("remote.get_submitted")
         return load.ticket
 
     def cancel(self, ticket: int) -> None:
@@ -370,7 +373,9 @@ class RemoteTier(Tier):
 
     def _stored(self, store: _Batch, answer: Answer) -> None:
         if not self._is_final(store, answer):
+            hit("remote.put_staged")
             return
+        hit("remote.put_done")
         done = _are(answer.outcomes, Done)
         family, now = store.batch.family, self._clock()
         self._cache.note(store.hashes[store.rows[done]], True, now)
@@ -381,6 +386,7 @@ class RemoteTier(Tier):
     def _loaded(self, load: _Batch, answer: Answer) -> None:
         if not self._is_final(load, answer):
             return
+        hit("remote.get_done")
         family, count, now = load.batch.family, len(load.batch.keys), self._clock()
         done = _are(answer.outcomes, Done)
         wrong = _are(answer.outcomes, Corrupt)
@@ -475,11 +481,12 @@ class RemoteTier(Tier):
         present = states == YES
         if window:
             present[:low] |= states[:low] == UNKNOWN
+        else:
+            # Also those whose read failed a while ago: nothing else would ask about them again.
+            present[:low] = True
         self.counts.add("cache_hits", len(keys) - (high - low))
         if low >= high:
             return Known(present, None)
-        if not window:
-            present[:low] = True
         self.counts.add("cache_misses", high - low)
         asked = list(keys[low:high])
         if not self._searches.begin(family, space, asked, hashes[low:high], window):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvhearth.failpoints import hit
 from kvhearth.model import CHECKSUM_BYTES, U8
 from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
 from kvhearth_server.tiers.remote.frames import (
@@ -112,6 +113,7 @@ class Service:
             self._wrong.clear()
             problem = self._refused = ""
             try:
+                hit("mover.before_probe")
                 await probe(self._driver, self._place, self._fleet_key)
             except Refused as error:
                 problem = self._refused = str(error)
@@ -152,7 +154,9 @@ class Service:
         now = self._counts + Counter(sent)
         counts = dict(now - self._told)
         self._told = now
+        hit("mover.before_results")
         await self._send(encode_results(work.ticket, results, counts))
+        hit("mover.after_results")
 
     async def _run(self, work: Work) -> Results:
         request = work.request
@@ -198,18 +202,22 @@ class Service:
                 places = request.places[index]
                 outcome = await self._copied(size, self._memory.stage, name, head, places, into)
                 outcomes[index] = outcome
+                hit("mover.staged")
                 if isinstance(outcome, Done):
                     sending.append(asyncio.create_task(send(index, into)))
                 # What was staged is on its way while the next one is copied.
                 await asyncio.sleep(0)
         finally:
+            hit("mover.before_copied")
             await self._send(encode({"kind": "copied", "ticket": work.ticket}))
             await _all(sending)
         return Results(outcomes)
 
     async def _put_one(self, name: str, value: U8, deadline: float, *, replace: bool) -> Outcome:
         began = time.monotonic()
+        hit("mover.before_put")
         outcome = await self._driver.put(name, value.data, deadline, replace=replace)
+        hit("mover.after_put")
         self._counts["put_ms"] += round(1000 * (time.monotonic() - began))
         if isinstance(outcome, Done):
             self._counts["put_bytes"] += len(value)
@@ -230,6 +238,7 @@ class Service:
             if isinstance(head, Doubt):
                 self._counts[f"doubt_{head.value}"] += 1
                 return head.outcome
+            hit("mover.unstaged")
             self._counts["get_bytes"] += size
             sums[index], parents[index] = head.checksums, head.parent
             return Done()
@@ -243,7 +252,9 @@ class Service:
                     outcomes[rows[0] : rows[-1] + 1] = [gone] * len(rows)
                     return
                 into = [self._memory.staged(work.offsets[row], size).data for row in rows]
+                hit("mover.before_get")
                 found = await self._driver.get([names[row] for row in rows], into, work.deadline)
+                hit("mover.after_get")
             for row, each in zip(rows, found, strict=True):
                 outcome: Outcome = (
                     each
