@@ -73,15 +73,18 @@ def serve_daemon(
     environment: dict[str, str],
     dram_bytes: int,
     remotes: list[str],
+    fresh_s: float,
 ) -> int:
     """Run ``kvhearth serve`` as the command line does.
 
     Args:
         dram_bytes: size of a tier of ordinary memory behind all others, 0 for none.
         remotes: folders of scripted remotes.
+        fresh_s: age up to which a rendering of the metrics is shared.
     """
     from kvhearth import failpoints as faults
     from kvhearth_server.cli.app import run
+    from kvhearth_server.observability import exposition
 
     kinds = None
     if dram_bytes or remotes:
@@ -94,6 +97,7 @@ def serve_daemon(
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
+    exposition.FRESH_S = fresh_s
     faults.arm(os.environ.get(faults.ENVIRONMENT_NAME))
     return run(["serve", *arguments], kinds)
 
