@@ -23,10 +23,13 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve birth and burial requests on the socket whose number is the first argument. The other
-    arguments are modules to import first.
+    arguments are modules to import first, or functions to call.
     """
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
+    for name in sys.argv[2:]:
+        module, _, function = name.partition(":")
+        found = importlib.import_module(module)
+        if function:
+            getattr(found, function)()
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:
         message, numbers, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, FILES_MAX)
@@ -65,6 +68,16 @@ def _live(request: dict[str, object], numbers: list[int]) -> None:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(status)
+
+
+def one_command() -> None:
+    """Build the command once for all children; it takes longer than the rest of a start."""
+    import typer.main
+
+    from kvhearth_server.cli import app
+
+    built = typer.main.get_command(app.build())
+    app.build = lambda: built  # type: ignore[assignment,return-value]
 
 
 def serve_daemon(
