@@ -68,8 +68,8 @@ def place() -> Iterator[Place]:
             described = ask(daemon, "/openapi.json").json
             assert described == DESCRIBED, "what the daemon says of itself is what is checked in"
             schema = schemathesis.openapi.from_dict(described)
-            # The history and the first statistics; the others come a second apart.
-            schema.config.max_stream_events = 2
+            # The history, and statistics twice; more of them come a second apart.
+            schema.config.max_stream_events = 3
             yield Place(daemon, engine, session.welcome["namespace"], schema)
         end_well(daemon)
 
