@@ -15,12 +15,16 @@ from kvhearth_lab.harness.engine import contract_of, engine_of
 VERBS = ("serve", "top", "ls", "stat", "evict", "forget", "explain", "drain", "doctor", "config")
 
 
-@pytest.mark.parametrize("words", [("--help",), *((verb, "--help") for verb in VERBS)])
-def test_help(words: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "kvhearth_server.cli.app", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_help() -> None:
+    """All in one interpreter, whose start takes longer than they do."""
+    asked = [["--help"], *([verb, "--help"] for verb in VERBS)]
+    program = f"from kvhearth_server.cli.app import run; print([run(each) for each in {asked}])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Usage" in done.stdout
+    assert done.stdout.endswith(f"{[0] * len(asked)}\n")
+    assert done.stdout.count("Usage") == len(asked)
 
 
 @pytest.mark.parametrize("calls", ["frames", "grpc"])

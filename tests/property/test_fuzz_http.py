@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
-from support.daemon import Daemon, running_daemon
+from support.daemon import Daemon, stopped_daemon
 from support.fuzz import depths, fuzz, refusals_by_reason, unharmed
 from support.http_door import ANY_PORT, address_of, ask, scraped
 from support.raw_door import PAGE_BYTES, RawSession, end_well, raw_contract
@@ -57,7 +57,9 @@ class Place:
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
     victim = raw_contract(model="victim").to_json()
-    with running_daemon(arena=False, http=ANY_PORT) as daemon:
+    with stopped_daemon(arena=False, http=ANY_PORT) as daemon:
+        daemon.fresh_s = 0.02  # each test scrapes twice
+        daemon.start()
         with (
             engine_of(daemon.url(), contract_of(PAGE_BYTES), "neighbour") as engine,
             RawSession(daemon, contract=victim) as session,
@@ -66,6 +68,8 @@ def place() -> Iterator[Place]:
             described = ask(daemon, "/openapi.json").json
             assert described == DESCRIBED, "what the daemon says of itself is what is checked in"
             schema = schemathesis.openapi.from_dict(described)
+            # The history, and statistics twice; more of them come a second apart.
+            schema.config.max_stream_events = 3
             yield Place(daemon, engine, session.welcome["namespace"], schema)
         end_well(daemon)
 

@@ -86,6 +86,8 @@ class Daemon(harness.Daemon):
         """Size of a tier of memory behind the others, for a daemon that is forked."""
         self.remotes: list[Path] = []
         """Folders of scripted remotes behind the others, for a daemon that is forked."""
+        self.fresh_s = 1.0
+        """Age up to which a rendering of the metrics is shared, for a daemon that is forked."""
 
     def _fork(self, flags: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Child:
         return nursery().birth(
@@ -95,6 +97,7 @@ class Daemon(harness.Daemon):
             environment={**_NATIVE, **environment},
             dram_bytes=self.dram_bytes,
             remotes=[str(folder) for folder in self.remotes],
+            fresh_s=self.fresh_s,
         )
 
     @property

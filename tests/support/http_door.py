@@ -60,7 +60,7 @@ def ask(
 
 def scraped(daemon: Daemon) -> str:
     """Return a rendering of the metrics that is not older than this call: the daemon shares one
-    for a second.
+    for a while.
     """
     asked_at = daemon.stats(check_books=False).uptime_s
 

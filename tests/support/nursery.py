@@ -27,6 +27,9 @@ PRELOADED = (
     "kvhearth_server.cli.app",
     "kvhearth_server.cli.serve",
     "kvhearth_server.daemon",
+    "kvhearth_server.transport.web.server",
+    "pydantic.v1",  # FastAPI imports it with the first route
+    "support.nursery_main:one_command",
     "support.puppet_main",
 )
 
@@ -86,7 +89,8 @@ class Nursery:
     Args:
         python: its interpreter; this process's by default.
         paths: its module search path, besides the tests; this process's by default.
-        preloaded: modules that it imports; those that most tests need by default.
+        preloaded: modules that it imports ("module:function" to call that, too); those that most
+            tests need by default.
         environment: variables that override this process's.
     """
 

@@ -23,10 +23,13 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve birth and burial requests on the socket whose number is the first argument. The other
-    arguments are modules to import first.
+    arguments are modules to import first, or functions to call.
     """
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
+    for name in sys.argv[2:]:
+        module, _, function = name.partition(":")
+        found = importlib.import_module(module)
+        if function:
+            getattr(found, function)()
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:
         message, numbers, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, FILES_MAX)
@@ -67,21 +70,34 @@ def _live(request: dict[str, object], numbers: list[int]) -> None:
         os._exit(status)
 
 
+def one_command() -> None:
+    """Build the command once for all children; it takes longer than the rest of a start."""
+    import typer.main
+
+    from kvhearth_server.cli import app
+
+    built = typer.main.get_command(app.build())
+    app.build = lambda: built  # type: ignore[assignment,return-value]
+
+
 def serve_daemon(
     log: int,
     arguments: list[str],
     environment: dict[str, str],
     dram_bytes: int,
     remotes: list[str],
+    fresh_s: float,
 ) -> int:
     """Run ``kvhearth serve`` as the command line does.
 
     Args:
         dram_bytes: size of a tier of ordinary memory behind all others, 0 for none.
         remotes: folders of scripted remotes.
+        fresh_s: age up to which a rendering of the metrics is shared.
     """
     from kvhearth import failpoints as faults
     from kvhearth_server.cli.app import run
+    from kvhearth_server.observability import exposition
 
     kinds = None
     if dram_bytes or remotes:
@@ -94,6 +110,7 @@ def serve_daemon(
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
+    exposition.FRESH_S = fresh_s
     faults.arm(os.environ.get(faults.ENVIRONMENT_NAME))
     return run(["serve", *arguments], kinds)
 
