@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvhearth.model import CHECKSUM_BYTES, U8, Records, checksum_of
+from kvhearth.native.blocks import address_of, block_mover
 from kvhearth_server.tiers.base import KEY_BYTES_MAX, BlockSpec, Corrupt, Missing
 from kvhearth_server.tiers.remote.names import SPACE_BYTES
 
@@ -29,6 +32,22 @@ checksums.
 """
 _CHECKED_BYTES = _HEADER.size
 HEADER_BYTES = _CHECKED_BYTES + CHECKSUM_BYTES
+_KEY = f"V{KEY_BYTES_MAX}"
+_FIELDS: list[Any] = [
+    ("magic", "<u4"),
+    ("version", "<u2"),
+    ("group", "u1"),
+    ("key_bytes", "u1"),
+    ("shards", "<u4"),
+    ("length", "<u4"),
+    ("space", f"V{SPACE_BYTES}"),
+    ("key", _KEY),
+    ("parent", _KEY),
+    ("parent_bytes", "u1"),
+    ("unused", "V79"),
+    ("check", _SUM),
+]
+"""The same as columns, for many headers at once; the checksums and the padding follow."""
 
 
 class Doubt(enum.StrEnum):
@@ -82,16 +101,86 @@ def record_bytes(family: BlockSpec) -> int:
     return payload_offset(family.shards) + family.shards * family.length
 
 
-def write_head(into: U8, name: Name, head: Head) -> None:
-    """Write everything before the first shard to the start of ``into``."""
-    family, key, parent = name.family, name.key, head.parent
-    space = bytes.fromhex(name.space)
-    sizes = (len(key), family.shards, family.length)
-    checked = _HEADER.pack(MAGIC, VERSION, family.group, *sizes, space, key, parent, len(parent))
-    sums = head.checksums.tobytes()
-    whole = checked + checksum_of(checked + sums) + sums
-    offset = payload_offset(family.shards)
-    into[:offset] = np.frombuffer(whole.ljust(offset, b"\0"), np.uint8)
+def heads_of(
+    space: str,
+    family: BlockSpec,
+    keys: Sequence[bytes],
+    checksums: Records,
+    parents: Sequence[bytes],
+) -> U8:
+    """Return everything before the first shard, of n records: uint8 (n, ``payload_offset``).
+
+    Args:
+        checksums: ``V16`` (n, shards).
+        parents: n keys; empty for none.
+    """
+    heads = _empty_heads(space, family, keys)
+    heads["parent"] = np.array(parents, f"S{KEY_BYTES_MAX}").view(_KEY)
+    heads["parent_bytes"] = [len(each) for each in parents]
+    return _with_sums(heads, family, checksums)
+
+
+def _empty_heads(space: str, family: BlockSpec, keys: Sequence[bytes]) -> Records:
+    heads = np.zeros(len(keys), [*_FIELDS, ("rest", "u1", _rest_bytes(family.shards))])
+    heads["magic"], heads["version"] = MAGIC, VERSION
+    heads["group"], heads["shards"], heads["length"] = family.group, family.shards, family.length
+    heads["space"] = np.void(bytes.fromhex(space))
+    heads["key"] = np.array(keys, f"S{KEY_BYTES_MAX}").view(_KEY)
+    heads["key_bytes"] = [len(each) for each in keys]
+    return heads
+
+
+def _rest_bytes(shards: int) -> int:
+    return payload_offset(shards) - HEADER_BYTES
+
+
+def _with_sums(heads: Records, family: BlockSpec, checksums: Records) -> U8:
+    """Add the checksums and each header's own check."""
+    size = family.shards * CHECKSUM_BYTES
+    sums = np.ascontiguousarray(checksums).view(np.uint8).reshape(len(heads), size)
+    heads["rest"][:, :size] = sums
+    whole = heads.view(np.uint8).reshape(len(heads), -1)
+    mover = block_mover([(0, 1, _CHECKED_BYTES), (HEADER_BYTES, 1, size)])
+    check = whole[:, _CHECKED_BYTES:HEADER_BYTES]
+    if mover is not None:
+        check[:] = mover.sum_pages(address_of(whole) + whole.shape[1] * np.arange(len(heads)))
+        return whole
+    for row, found in zip(whole, check, strict=True):
+        made = checksum_of(row[:_CHECKED_BYTES].tobytes() + row[HEADER_BYTES:][:size].tobytes())
+        found[:] = np.frombuffer(made, np.uint8)
+    return whole
+
+
+def read_heads(
+    records: Sequence[U8], space: str, family: BlockSpec, keys: Sequence[bytes]
+) -> list[Head | Doubt]:
+    """Return the headers of whole records, as ``read_head`` does.
+
+    A header that is byte for byte the one that its block must have is believed at once.
+    """
+    size, offset = record_bytes(family), payload_offset(family.shards)
+    if any(len(record) != size for record in records):
+        pairs = zip(records, keys, strict=True)
+        return [read_head(record, Name(space, family, key)) for record, key in pairs]
+    found = np.array([record[:offset] for record in records])
+    wanted = _empty_heads(space, family, keys)
+    stated = found.view(wanted.dtype)[:, 0]
+    lengths = stated["parent_bytes"].tolist()
+    wanted["parent"], wanted["parent_bytes"] = stated["parent"], stated["parent_bytes"]
+    end = family.shards * CHECKSUM_BYTES
+    sums = np.ascontiguousarray(stated["rest"][:, :end]).view(_SUM)
+    same = (_with_sums(wanted, family, sums) == found).all(axis=1) & (
+        stated["parent_bytes"] <= KEY_BYTES_MAX
+    )
+    parents = stated["parent"].tobytes()
+    heads: list[Head | Doubt] = []
+    for row, believed in enumerate(same.tolist()):
+        if believed:
+            at = row * KEY_BYTES_MAX
+            heads.append(Head(sums[row], parents[at : at + lengths[row]]))
+        else:
+            heads.append(read_head(records[row], Name(space, family, keys[row])))
+    return heads
 
 
 def read_head(record: U8, name: Name) -> Head | Doubt:

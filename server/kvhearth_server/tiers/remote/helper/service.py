@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeGuard
 
 import numpy as np
 
@@ -29,17 +31,14 @@ from kvhearth_server.tiers.remote.helper.memory import Memory
 from kvhearth_server.tiers.remote.helper.probe import Unavailable, probe
 from kvhearth_server.tiers.remote.mover import Delete, Get, Put
 from kvhearth_server.tiers.remote.names import object_name
-from kvhearth_server.tiers.remote.record import Doubt, Name, record_bytes
+from kvhearth_server.tiers.remote.record import Doubt, record_bytes
 from kvhearth_server.tiers.remote.record import Head as RecordHead
 
 _READ_BYTES = 1 << 20
-_THREADS = 2
-"""Threads that copy and verify."""
-_AHEAD = 2
+_COPYING = 2
+"""Threads that copy to staging."""
 _AGAIN_FIRST_S = 1.0
 _AGAIN_MAX_S = 30.0
-_INLINE_BYTES = 4 << 20
-"""Records up to this size are copied by the loop itself."""
 
 
 class Service:
@@ -64,9 +63,9 @@ class Service:
         self._fleet_key = fleet_key
         self._place = place
         self._loop = asyncio.get_running_loop()
-        self._pool = ThreadPoolExecutor(_THREADS, "kvhearth-mover")
-        # Some more than the driver wants: they are under way while others are copied and verified.
-        self._slots = {kind: asyncio.Semaphore(driver.parallel + _AHEAD) for kind in (Get, Put)}
+        self._copying = ThreadPoolExecutor(_COPYING, "kvhearth-copying")
+        self._putting = ThreadPoolExecutor(driver.parallel, "kvhearth-putting")
+        self._getting = ThreadPoolExecutor(driver.parallel, "kvhearth-getting")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
         self._counts: Counter[str] = Counter()
@@ -167,109 +166,144 @@ class Service:
         return Results(await self._driver.exists(names, size, work.deadline))
 
     def _gone(self, work: Work) -> Outcome | None:
-        """Outcome of a row that must not begin any more."""
+        """Outcome of rows that must not begin any more."""
         if work.ticket in self._cancelled:
             return Failed(Failure.CANCELLED)
         return Failed(Failure.TIMEOUT) if time.monotonic() >= work.deadline else None
 
-    async def _copied(self, size: int, copy: Callable[..., Any], *args: object) -> Any:
-        """Run a copy where it does not hold up the loop."""
-        if size <= _INLINE_BYTES:
-            return copy(*args)
-        return await self._loop.run_in_executor(self._pool, copy, *args)
+    def _portions(self, size: int, count: int) -> list[range]:
+        """Divide rows evenly among the threads, in calls of the size that suits the driver."""
+        each = -(-count // self._driver.parallel)
+        step = max(1, min(self._driver.portion(size), each))
+        return [range(at, min(at + step, count)) for at in range(0, count, step)]
 
     async def _put(self, work: Work, request: Put, names: list[str]) -> Results:
-        size = record_bytes(request.family)
-        outcomes: list[Outcome] = [Done()] * len(names)
+        """Stage a batch in one thread; each portion is on its way while the next one is copied."""
+        size, count = record_bytes(request.family), len(names)
+        outcomes: list[Outcome] = [Done()] * count
+        portions = self._portions(size, count)
+        sent = _Portions(self._loop, len(portions))
 
-        async def send(index: int, staged: U8) -> None:
-            async with self._slots[Put]:
-                gone = self._gone(work)
-                outcomes[index] = gone or await self._put_one(names[index], staged, work.deadline)
+        def send(rows: list[int]) -> None:
+            if (gone := self._gone(work)) is not None:
+                found = [gone] * len(rows)
+            else:
+                values = [self._memory.staged(work.offsets[row], size) for row in rows]
+                found = self._driver.put([names[row] for row in rows], values, work.deadline)
+            for row, outcome in zip(rows, found, strict=True):
+                outcomes[row] = outcome
 
-        sending = []
+        def stage() -> None:
+            self._memory.check(request)
+            self._memory.write_heads(request, work.offsets)
+            for rows in portions:
+                whole = self._memory.stage(request, work.offsets, rows).tolist()
+                good = [row for row, same in zip(rows, whole, strict=True) if same]
+                for row in set(rows).difference(good):
+                    outcomes[row] = Corrupt("source")
+                sent.begin(self._putting, partial(send, good))
+
+        began = time.monotonic()
         try:
-            for index, key in enumerate(request.keys):
-                into = self._memory.staged(work.offsets[index], size)
-                name = Name(request.space, request.family, key)
-                head = RecordHead(request.checksums[index], request.parents[index])
-                places = request.places[index]
-                outcome = await self._copied(size, self._memory.stage, name, head, places, into)
-                outcomes[index] = outcome
-                if isinstance(outcome, Done):
-                    sending.append(asyncio.create_task(send(index, into)))
-                # What was staged is on its way while the next one is copied.
-                await asyncio.sleep(0)
+            await self._loop.run_in_executor(self._copying, stage)
         finally:
             await self._send(encode({"kind": "copied", "ticket": work.ticket}))
-            await _all(sending)
+        await sent.ended
+        self._counts["put_ms"] += round(1000 * (time.monotonic() - began))
+        self._counts["put_bytes"] += size * sum(isinstance(each, Done) for each in outcomes)
         return Results(outcomes)
 
-    async def _put_one(self, name: str, value: U8, deadline: float) -> Outcome:
-        began = time.monotonic()
-        outcome = await self._driver.put(name, value.data, deadline)
-        self._counts["put_ms"] += round(1000 * (time.monotonic() - began))
-        if isinstance(outcome, Done):
-            self._counts["put_bytes"] += len(value)
-        return outcome
-
     async def _get(self, work: Work, request: Get, names: list[str]) -> Results:
+        """Get the portions side by side; the thread that got one verifies and copies it, while its
+        bytes are in the processor's cache.
+        """
         size, count = record_bytes(request.family), len(names)
         sums = np.zeros((count, request.family.shards), f"V{CHECKSUM_BYTES}")
         parents = [b""] * count
-        first_miss = count
-
         outcomes: list[Outcome] = [Missing()] * count
+        misses = [count]
 
-        def finish(index: int, found: memoryview) -> Outcome:
-            name = Name(request.space, request.family, request.keys[index])
-            record = np.frombuffer(found, np.uint8)
-            head = self._memory.unstage(name, record, request.places[index])
-            if isinstance(head, Doubt):
-                self._counts[f"doubt_{head.value}"] += 1
-                return head.outcome
-            self._counts["get_bytes"] += size
-            sums[index], parents[index] = head.checksums, head.parent
-            return Done()
-
-        async def portion(rows: range) -> None:
-            nonlocal first_miss
-            async with self._slots[Get]:
-                if rows[0] > first_miss:
-                    return
-                if (gone := self._gone(work)) is not None:
-                    outcomes[rows[0] : rows[-1] + 1] = [gone] * len(rows)
-                    return
-                into = [self._memory.staged(work.offsets[row], size).data for row in rows]
-                found = await self._driver.get([names[row] for row in rows], into, work.deadline)
+        def portion(rows: range) -> None:
+            if rows[0] > min(misses):
+                return
+            if (gone := self._gone(work)) is not None:
+                outcomes[rows.start : rows.stop] = [gone] * len(rows)
+                return
+            into = [self._memory.staged(work.offsets[row], size) for row in rows]
+            found = self._driver.get(names[rows.start : rows.stop], into, work.deadline)
+            there = [row for row, each in zip(rows, found, strict=True) if _is_value(each)]
+            records = [np.frombuffer(each, np.uint8) for each in found if _is_value(each)]
             for row, each in zip(rows, found, strict=True):
-                outcome: Outcome = (
-                    each
-                    if not isinstance(each, memoryview)
-                    else (await self._copied(size, finish, row, each))
-                )
-                outcomes[row] = outcome
-                if isinstance(outcome, Missing):
-                    first_miss = min(first_miss, row)
+                if not isinstance(each, memoryview):
+                    outcomes[row] = each
+            for row, head in zip(there, self._unstage(request, there, records), strict=True):
+                if isinstance(head, Doubt):
+                    outcomes[row] = head.outcome
+                else:
+                    outcomes[row] = Done()
+                    sums[row], parents[row] = head.checksums, head.parent
+            misses.extend(row for row in rows if isinstance(outcomes[row], Missing))
 
+        self._memory.check(request)
         began = time.monotonic()
-        step = self._driver.portion(size)
-        portions = [range(at, min(at + step, count)) for at in range(0, count, step)]
-        await _all(portion(rows) for rows in portions)
+        portions = self._portions(size, count)
+        got = _Portions(self._loop, len(portions))
+        for rows in portions:
+            got.begin(self._getting, partial(portion, rows))
+        await got.ended
         self._counts["get_ms"] += round(1000 * (time.monotonic() - began))
-        for index in range(first_miss, count):
+        self._counts["get_bytes"] += size * sum(isinstance(each, Done) for each in outcomes)
+        for index in range(min(misses), count):
             outcomes[index], parents[index] = Missing(), b""
             sums[index] = np.zeros((), sums.dtype)
         return Results(outcomes, sums, parents)
 
+    def _unstage(
+        self, request: Get, rows: list[int], records: list[U8]
+    ) -> list[RecordHead | Doubt]:
+        heads = self._memory.unstage(request, rows, records) if rows else []
+        for head in heads:
+            if isinstance(head, Doubt):
+                self._counts[f"doubt_{head.value}"] += 1
+        return heads
 
-_T = TypeVar("_T")
+
+def _is_value(found: memoryview | Outcome) -> TypeGuard[memoryview]:
+    return isinstance(found, memoryview)
 
 
-async def _all(rows: Iterable[Awaitable[_T]]) -> list[_T]:
-    """Run rows side by side; a batch is over when its last row is."""
-    found = await asyncio.gather(*rows, return_exceptions=True)
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
-    return [each for each in found if not isinstance(each, BaseException)]
+class _Portions:
+    """Portions of a batch, which run in threads.
+
+    Args:
+        count: of all portions.
+
+    Attributes:
+        ended: done when the last one has ended; it raises what a portion raised.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._loop, self._left = loop, count
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def begin(self, pool: ThreadPoolExecutor, portion: Callable[[], None]) -> None:
+        """Have a portion run."""
+        pool.submit(portion).add_done_callback(self._ran)
+
+    def _ran(self, portion: Future[None]) -> None:
+        with self._lock:
+            self._error = self._error or portion.exception()
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if self.ended.done():
+            return
+        if self._error is not None:
+            self.ended.set_exception(self._error)
+        else:
+            self.ended.set_result(None)
