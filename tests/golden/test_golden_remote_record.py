@@ -25,10 +25,10 @@ from kvhearth_server.tiers.remote.record import (
     Doubt,
     Head,
     Name,
+    heads_of,
     payload_offset,
     read_head,
     record_bytes,
-    write_head,
 )
 
 FILE = Path(__file__).parent / "remote_record.hex"
@@ -44,7 +44,8 @@ def record() -> U8:
     """Return a record of two shards."""
     made = np.zeros(record_bytes(FAMILY), np.uint8)
     sums = [xxhash.xxh3_128_digest(shard) for shard in SHARDS]
-    write_head(made, NAME, Head(np.array(sums, f"V{CHECKSUM_BYTES}"), PARENT))
+    checksums = np.array([sums], f"V{CHECKSUM_BYTES}")
+    made[: payload_offset(2)] = heads_of(SPACE, FAMILY, [NAME.key], checksums, [PARENT])[0]
     made[payload_offset(2) :] = np.frombuffer(b"".join(SHARDS), np.uint8)
     return made
 

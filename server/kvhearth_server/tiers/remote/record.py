@@ -7,6 +7,7 @@ Everything is little endian. The header names the block, so that a wrong object 
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvhearth.model import CHECKSUM_BYTES, U8, Records, checksum_of
-from kvhearth.native.blocks import address_of, block_mover
+from kvhearth.native.blocks import BlockMover, address_of, block_mover
 from kvhearth_server.tiers.base import KEY_BYTES_MAX, BlockSpec, Corrupt, Missing
 from kvhearth_server.tiers.remote.names import SPACE_BYTES
 
@@ -114,35 +115,19 @@ def heads_of(
         checksums: ``V16`` (n, shards).
         parents: n keys; empty for none.
     """
-    heads = _empty_heads(space, family, keys)
-    heads["parent"] = np.array(parents, f"S{KEY_BYTES_MAX}").view(_KEY)
-    heads["parent_bytes"] = [len(each) for each in parents]
-    return _with_sums(heads, family, checksums)
-
-
-def _empty_heads(space: str, family: BlockSpec, keys: Sequence[bytes]) -> Records:
-    heads = np.zeros(len(keys), [*_FIELDS, ("rest", "u1", _rest_bytes(family.shards))])
+    size = family.shards * CHECKSUM_BYTES
+    rest_bytes = payload_offset(family.shards) - HEADER_BYTES
+    heads = np.zeros(len(keys), [*_FIELDS, ("rest", "u1", rest_bytes)])
     heads["magic"], heads["version"] = MAGIC, VERSION
     heads["group"], heads["shards"], heads["length"] = family.group, family.shards, family.length
     heads["space"] = np.void(bytes.fromhex(space))
-    heads["key"] = np.array(keys, f"S{KEY_BYTES_MAX}").view(_KEY)
-    heads["key_bytes"] = [len(each) for each in keys]
-    return heads
-
-
-def _rest_bytes(shards: int) -> int:
-    return payload_offset(shards) - HEADER_BYTES
-
-
-def _with_sums(heads: Records, family: BlockSpec, checksums: Records) -> U8:
-    """Add the checksums and each header's own check."""
-    size = family.shards * CHECKSUM_BYTES
-    sums = np.ascontiguousarray(checksums).view(np.uint8).reshape(len(heads), size)
-    heads["rest"][:, :size] = sums
+    for name, values in (("key", keys), ("parent", parents)):
+        heads[name] = np.array(values, f"S{KEY_BYTES_MAX}").view(_KEY)
+        heads[f"{name}_bytes"] = [len(each) for each in values]
+    heads["rest"][:, :size] = np.ascontiguousarray(checksums).view(np.uint8).reshape(-1, size)
     whole = heads.view(np.uint8).reshape(len(heads), -1)
-    mover = block_mover([(0, 1, _CHECKED_BYTES), (HEADER_BYTES, 1, size)])
     check = whole[:, _CHECKED_BYTES:HEADER_BYTES]
-    if mover is not None:
+    if (mover := _checker(size)) is not None:
         check[:] = mover.sum_pages(address_of(whole) + whole.shape[1] * np.arange(len(heads)))
         return whole
     for row, found in zip(whole, check, strict=True):
@@ -151,36 +136,10 @@ def _with_sums(heads: Records, family: BlockSpec, checksums: Records) -> U8:
     return whole
 
 
-def read_heads(
-    records: Sequence[U8], space: str, family: BlockSpec, keys: Sequence[bytes]
-) -> list[Head | Doubt]:
-    """Return the headers of whole records, as ``read_head`` does.
-
-    A header that is byte for byte the one that its block must have is believed at once.
-    """
-    size, offset = record_bytes(family), payload_offset(family.shards)
-    if any(len(record) != size for record in records):
-        pairs = zip(records, keys, strict=True)
-        return [read_head(record, Name(space, family, key)) for record, key in pairs]
-    found = np.array([record[:offset] for record in records])
-    wanted = _empty_heads(space, family, keys)
-    stated = found.view(wanted.dtype)[:, 0]
-    lengths = stated["parent_bytes"].tolist()
-    wanted["parent"], wanted["parent_bytes"] = stated["parent"], stated["parent_bytes"]
-    end = family.shards * CHECKSUM_BYTES
-    sums = np.ascontiguousarray(stated["rest"][:, :end]).view(_SUM)
-    same = (_with_sums(wanted, family, sums) == found).all(axis=1) & (
-        stated["parent_bytes"] <= KEY_BYTES_MAX
-    )
-    parents = stated["parent"].tobytes()
-    heads: list[Head | Doubt] = []
-    for row, believed in enumerate(same.tolist()):
-        if believed:
-            at = row * KEY_BYTES_MAX
-            heads.append(Head(sums[row], parents[at : at + lengths[row]]))
-        else:
-            heads.append(read_head(records[row], Name(space, family, keys[row])))
-    return heads
+@functools.lru_cache(64)
+def _checker(sums_bytes: int) -> BlockMover | None:
+    # Pages one byte apart are addresses.
+    return block_mover([(0, 1, _CHECKED_BYTES), (HEADER_BYTES, 1, sums_bytes)])
 
 
 def read_head(record: U8, name: Name) -> Head | Doubt:

@@ -19,9 +19,10 @@ from kvhearth_server.tiers.remote.mover import Get, Put
 from kvhearth_server.tiers.remote.record import (
     Doubt,
     Head,
+    Name,
     heads_of,
     payload_offset,
-    read_heads,
+    read_head,
 )
 
 _HUGE_BYTES = 2 << 20
@@ -119,15 +120,16 @@ class Memory:
             The header of each. After a doubt its slots' bytes are undefined.
         """
         family = request.family
-        heads = read_heads(records, request.space, family, [request.keys[row] for row in rows])
+        names = [Name(request.space, family, request.keys[row]) for row in rows]
+        heads = list(map(read_head, records, names))
         good = [number for number, head in enumerate(heads) if isinstance(head, Head)]
         if not good:
             return heads
         at = np.array([address_of(records[number]) for number in good], np.int64)
         places = request.places[[rows[number] for number in good]]
         found = self._copy(family, at, places, to_slots=True)
-        believed = [head for head in heads if isinstance(head, Head)]
-        same = _same(found, np.array([head.checksums for head in believed]))
+        believed = [head.checksums for head in heads if isinstance(head, Head)]
+        same = _same(found, np.concatenate(believed).reshape(len(good), -1))
         for number, whole in zip(good, same.tolist(), strict=True):
             if not whole:
                 heads[number] = Doubt.TORN

@@ -41,7 +41,7 @@ _VALUE_BYTES_MAX = 5_000_000_000
 _CONNECT_S = 2.0
 _REQUEST_S = 30.0
 """Bound of the library's own; each call has a shorter deadline."""
-_PORTION_BYTES = 1 << 20
+_PORTION_BYTES = 2 << 20
 _PORTION_MAX = 8
 _T = TypeVar("_T")
 

@@ -44,7 +44,7 @@ from kvhearth_server.tiers.remote.url import RemoteUrl
 _VALUE_BYTES_MAX = 512 << 20
 """Bound of a string; the server's proto-max-bulk-len may be lower."""
 _CONNECT_MS = 2000
-_PORTION_BYTES = 1 << 20
+_PORTION_BYTES = 2 << 20
 _PORTION_MAX = 16
 _SCAN = 1000
 _ASKING = 2
