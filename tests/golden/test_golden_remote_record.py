@@ -28,6 +28,7 @@ from kvhearth_server.tiers.remote.record import (
     heads_of,
     payload_offset,
     read_head,
+    read_heads,
     record_bytes,
 )
 
@@ -57,10 +58,9 @@ def test_what_is_written_is_what_was_written() -> None:
 def test_what_was_written_is_read() -> None:
     head = read_head(np.frombuffer(bytes.fromhex(FILE.read_text().strip()), np.uint8), NAME)
     assert isinstance(head, Head)
+    assert read_heads([record()] * 2, SPACE, FAMILY, [NAME.key] * 2) == [head] * 2
     assert head.parent == PARENT
-    assert [each.tobytes() for each in head.checksums] == [
-        xxhash.xxh3_128_digest(shard) for shard in SHARDS
-    ]
+    assert head.checksums == b"".join(map(xxhash.xxh3_128_digest, SHARDS))
 
 
 def test_names_are_what_they_were() -> None:
@@ -92,6 +92,7 @@ def test_every_flipped_bit_of_the_head_is_found(at: int) -> None:
     changed[at] ^= 16
     found = read_head(changed, NAME)
     assert isinstance(found, Doubt)
+    assert read_heads([changed], SPACE, FAMILY, [NAME.key]) == [found]
     foreign = at < 6
     assert found.outcome == (Missing() if foreign else Corrupt("remote"))
 
@@ -108,6 +109,7 @@ def test_every_flipped_bit_of_the_head_is_found(at: int) -> None:
 )
 def test_another_block_is_misplaced(name: Name) -> None:
     assert read_head(record(), name) is Doubt.MISPLACED
+    assert read_heads([record()], name.space, name.family, [name.key]) == [Doubt.MISPLACED]
 
 
 def test_other_lengths_are_damage() -> None:

@@ -19,10 +19,9 @@ from kvhearth_server.tiers.remote.mover import Get, Put
 from kvhearth_server.tiers.remote.record import (
     Doubt,
     Head,
-    Name,
     heads_of,
     payload_offset,
-    read_head,
+    read_heads,
 )
 
 _HUGE_BYTES = 2 << 20
@@ -60,6 +59,7 @@ class Memory:
         self._regions = [np.asarray(SharedMapping(fd, size)) for fd, size in regions]
         self._starts = np.array([address_of(region) for region in self._regions], np.int64)
         self._sizes = np.array([len(region) for region in self._regions], np.int64)
+        self._least = int(self._sizes.min())
         self._staging = _staging(staging_bytes)
         self._movers: dict[int, BlockMover | None] = {}
 
@@ -86,6 +86,9 @@ class Memory:
             ValueError: one is outside the arena.
         """
         places, length = request.places, request.family.length
+        most = int(places["offset"].max(initial=0)) + length
+        if most <= self._least and int(places["region"].max(initial=0)) < len(self._sizes):
+            return
         region, offset = places["region"].astype(np.int64), places["offset"].astype(np.int64)
         known = (region >= 0) & (region < len(self._sizes))
         ends = self._sizes[np.where(known, region, 0)] - length
@@ -97,8 +100,9 @@ class Memory:
         heads = heads_of(
             request.space, request.family, request.keys, request.checksums, request.parents
         )
+        view = self._staging.data
         for offset, head in zip(offsets, heads, strict=True):
-            self._staging[offset : offset + len(head)] = head
+            view[offset : offset + len(head)] = head
 
     def stage(self, request: Put, offsets: Sequence[int], rows: range) -> _BOOLS:
         """Copy blocks from their slots to staging.
@@ -109,7 +113,9 @@ class Memory:
         some = slice(rows.start, rows.stop)
         records = address_of(self._staging) + np.array(offsets[some], np.int64)
         found = self._copy(request.family, records, request.places[some], to_slots=False)
-        return _same(found, request.checksums[some])
+        wanted = np.ascontiguousarray(request.checksums[some]).view(np.uint8)
+        same: _BOOLS = (found.reshape(len(rows), -1) == wanted.reshape(len(rows), -1)).all(axis=1)
+        return same
 
     def unstage(
         self, request: Get, rows: Sequence[int], records: Sequence[U8]
@@ -120,18 +126,19 @@ class Memory:
             The header of each. After a doubt its slots' bytes are undefined.
         """
         family = request.family
-        names = [Name(request.space, family, request.keys[row]) for row in rows]
-        heads = list(map(read_head, records, names))
+        heads = read_heads(records, request.space, family, [request.keys[row] for row in rows])
         good = [number for number, head in enumerate(heads) if isinstance(head, Head)]
         if not good:
             return heads
         at = np.array([address_of(records[number]) for number in good], np.int64)
         places = request.places[[rows[number] for number in good]]
-        found = self._copy(family, at, places, to_slots=True)
-        believed = [head.checksums for head in heads if isinstance(head, Head)]
-        same = _same(found, np.concatenate(believed).reshape(len(good), -1))
-        for number, whole in zip(good, same.tolist(), strict=True):
-            if not whole:
+        found = self._copy(family, at, places, to_slots=True).tobytes()
+        wanted = [head.checksums for head in heads if isinstance(head, Head)]
+        if found == b"".join(wanted):
+            return heads
+        size = family.shards * CHECKSUM_BYTES
+        for turn, number in enumerate(good):
+            if found[turn * size : (turn + 1) * size] != wanted[turn]:
                 heads[number] = Doubt.TORN
         return heads
 
@@ -162,10 +169,3 @@ def _copy_plainly(shards: I64, slots: I64, length: int, *, to_slots: bool) -> U8
         ctypes.memmove(target, source, length)
         sums += checksum_of((ctypes.c_char * length).from_address(target))
     return np.frombuffer(sums, np.uint8).reshape(-1, CHECKSUM_BYTES)
-
-
-def _same(found: U8, wanted: Records) -> _BOOLS:
-    """Whether all checksums of a block are the wanted ones, shape (n,)."""
-    stated = np.ascontiguousarray(wanted).view(np.uint8).reshape(len(wanted), -1)
-    same: _BOOLS = (found.reshape(stated.shape) == stated).all(axis=1)
-    return same

@@ -25,6 +25,7 @@ from kvhearth_server.tiers.remote.helper.memory import Memory
 from kvhearth_server.tiers.remote.mover import Get, Put
 from kvhearth_server.tiers.remote.record import Doubt, record_bytes
 
+_DONE: Outcome = Done()
 _FAILED: Outcome = Failed(Failure.IO)
 Ended = Callable[[Work, Results, Counter[str]], None]
 
@@ -118,17 +119,20 @@ class Movers:
     def _unstage(self, batch: _Batch, request: Get, rows: list[int], records: list[U8]) -> None:
         results = batch.results
         assert results.checksums is not None
-        good = 0
+        good: list[int] = []
+        sums: list[bytes] = []
         heads = self._memory.unstage(request, rows, records)
         for row, head in zip(rows, heads, strict=True):
             if isinstance(head, Doubt):
                 batch.count(f"doubt_{head.value}", 1)
                 batch.miss(row, head.outcome)
             else:
-                good += 1
-                batch.outcomes[row], results.parents[row] = Done(), head.parent
-                results.checksums[row] = head.checksums
-        batch.count("get_bytes", good * record_bytes(request.family))
+                good.append(row)
+                sums.append(head.checksums)
+                batch.outcomes[row], results.parents[row] = _DONE, head.parent
+        read = np.frombuffer(b"".join(sums), results.checksums.dtype)
+        results.checksums[good] = read.reshape(len(good), -1)
+        batch.count("get_bytes", len(good) * record_bytes(request.family))
 
     def _gone(self, work: Work) -> Outcome | None:
         """Outcome of rows that must not begin any more."""

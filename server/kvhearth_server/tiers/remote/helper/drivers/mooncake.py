@@ -97,7 +97,7 @@ class MooncakeDriver:
 
     def portion(self, size: int) -> int:
         """See ``base.Driver``."""
-        return max(1, min(_PORTION_BYTES // size, _PORTION_MAX))
+        return max(1, min(round(_PORTION_BYTES / size), _PORTION_MAX))
 
     def put(
         self,

@@ -113,7 +113,7 @@ class ValkeyDriver:
 
     def portion(self, size: int) -> int:
         """See ``base.Driver``."""
-        return max(1, min(_PORTION_BYTES // size, _PORTION_MAX))
+        return max(1, min(round(_PORTION_BYTES / size), _PORTION_MAX))
 
     def put(
         self,
