@@ -46,8 +46,8 @@ def record() -> U8:
     made = np.zeros(record_bytes(FAMILY), np.uint8)
     sums = [xxhash.xxh3_128_digest(shard) for shard in SHARDS]
     checksums = np.array([sums], f"V{CHECKSUM_BYTES}")
-    made[: payload_offset(2)] = heads_of(SPACE, FAMILY, [NAME.key], checksums, [PARENT])[0]
-    made[payload_offset(2) :] = np.frombuffer(b"".join(SHARDS), np.uint8)
+    (head,) = heads_of(SPACE, FAMILY, [NAME.key], checksums, [PARENT])
+    made[:] = np.frombuffer(b"".join([head, *SHARDS]), np.uint8)
     return made
 
 
