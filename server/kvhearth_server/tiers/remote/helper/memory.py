@@ -59,7 +59,7 @@ class Memory:
         self._regions = [np.asarray(SharedMapping(fd, size)) for fd, size in regions]
         self._starts = np.array([address_of(region) for region in self._regions], np.int64)
         self._sizes = np.array([len(region) for region in self._regions], np.int64)
-        self._least = int(self._sizes.min())
+        self._least = min(self._sizes.tolist(), default=0)
         self._staging = _staging(staging_bytes)
         self._movers: dict[int, BlockMover | None] = {}
 
