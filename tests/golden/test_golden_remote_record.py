@@ -25,10 +25,11 @@ from kvhearth_server.tiers.remote.record import (
     Doubt,
     Head,
     Name,
+    heads_of,
     payload_offset,
     read_head,
+    read_heads,
     record_bytes,
-    write_head,
 )
 
 FILE = Path(__file__).parent / "remote_record.hex"
@@ -44,8 +45,9 @@ def record() -> U8:
     """Return a record of two shards."""
     made = np.zeros(record_bytes(FAMILY), np.uint8)
     sums = [xxhash.xxh3_128_digest(shard) for shard in SHARDS]
-    write_head(made, NAME, Head(np.array(sums, f"V{CHECKSUM_BYTES}"), PARENT))
-    made[payload_offset(2) :] = np.frombuffer(b"".join(SHARDS), np.uint8)
+    checksums = np.array([sums], f"V{CHECKSUM_BYTES}")
+    (head,) = heads_of(SPACE, FAMILY, [NAME.key], checksums, [PARENT])
+    made[:] = np.frombuffer(b"".join([head, *SHARDS]), np.uint8)
     return made
 
 
@@ -56,10 +58,9 @@ def test_what_is_written_is_what_was_written() -> None:
 def test_what_was_written_is_read() -> None:
     head = read_head(np.frombuffer(bytes.fromhex(FILE.read_text().strip()), np.uint8), NAME)
     assert isinstance(head, Head)
+    assert read_heads([record()] * 2, SPACE, FAMILY, [NAME.key] * 2) == [head] * 2
     assert head.parent == PARENT
-    assert [each.tobytes() for each in head.checksums] == [
-        xxhash.xxh3_128_digest(shard) for shard in SHARDS
-    ]
+    assert head.checksums == b"".join(map(xxhash.xxh3_128_digest, SHARDS))
 
 
 def test_names_are_what_they_were() -> None:
@@ -91,6 +92,7 @@ def test_every_flipped_bit_of_the_head_is_found(at: int) -> None:
     changed[at] ^= 16
     found = read_head(changed, NAME)
     assert isinstance(found, Doubt)
+    assert read_heads([changed], SPACE, FAMILY, [NAME.key]) == [found]
     foreign = at < 6
     assert found.outcome == (Missing() if foreign else Corrupt("remote"))
 
@@ -107,6 +109,7 @@ def test_every_flipped_bit_of_the_head_is_found(at: int) -> None:
 )
 def test_another_block_is_misplaced(name: Name) -> None:
     assert read_head(record(), name) is Doubt.MISPLACED
+    assert read_heads([record()], name.space, name.family, [name.key]) == [Doubt.MISPLACED]
 
 
 def test_other_lengths_are_damage() -> None:

@@ -11,47 +11,45 @@ import json
 import secrets
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvhearth_server.tiers.base import Done, Outcome
-from kvhearth_server.tiers.remote.helper.__main__ import open_driver
+from kvhearth_server.tiers.base import Done
+from kvhearth_server.tiers.remote.helper.__main__ import SWITCH_S, open_driver
 from kvhearth_server.tiers.remote.helper.drivers.base import Driver
 from kvhearth_server.tiers.remote.url import parse_remote
 
 _CALL_S = 30.0
 
 
-async def _put(driver: Driver, names: list[str], values: list[memoryview]) -> None:
-    slots = asyncio.Semaphore(driver.parallel)
-
-    async def one(name: str, value: memoryview) -> Outcome:
-        async with slots:
-            return await driver.put(name, value, time.monotonic() + _CALL_S)
-
-    pairs = zip(names, values, strict=True)
-    outcomes = await asyncio.gather(*(one(*each) for each in pairs))
-    assert all(isinstance(each, Done) for each in outcomes), outcomes
+def _portions(driver: Driver, size: int, count: int) -> list[slice]:
+    step = max(1, min(driver.portion(size), -(-count // driver.parallel)))
+    return [slice(at, at + step) for at in range(0, count, step)]
 
 
-async def _get(driver: Driver, names: list[str], into: list[memoryview]) -> None:
-    slots = asyncio.Semaphore(driver.parallel)
-    step = driver.portion(len(into[0]))
+def _put(
+    driver: Driver, pool: ThreadPoolExecutor, names: list[str], values: list[memoryview]
+) -> None:
+    def some(rows: slice) -> None:
+        found = driver.put(names[rows], values[rows], time.monotonic() + _CALL_S)
+        assert all(isinstance(each, Done) for each in found), found
 
-    async def some(start: int) -> None:
-        async with slots:
-            found = await driver.get(
-                names[start : start + step],
-                into[start : start + step],
-                time.monotonic() + _CALL_S,
-            )
-        for view, value in zip(into[start : start + step], found, strict=True):
+    list(pool.map(some, _portions(driver, len(values[0]), len(names))))
+
+
+def _get(
+    driver: Driver, pool: ThreadPoolExecutor, names: list[str], into: list[memoryview]
+) -> None:
+    def some(rows: slice) -> None:
+        found = driver.get(names[rows], into[rows], time.monotonic() + _CALL_S)
+        for view, value in zip(into[rows], found, strict=True):
             assert isinstance(value, memoryview), value
             if value.obj is not view.obj:
                 # The library's own memory: bytes have to come to where they are wanted.
                 view[:] = value
 
-    await asyncio.gather(*(some(start) for start in range(0, len(names), step)))
+    list(pool.map(some, _portions(driver, len(into[0]), len(names))))
 
 
 async def serve(url: str, size: int, count: int) -> None:
@@ -62,14 +60,16 @@ async def serve(url: str, size: int, count: int) -> None:
     driver.attach(memory.data)
     views = [memory[at : at + size].data for at in range(0, 2 * size * count, size)]
     names: list[str] = []
+    pool = ThreadPoolExecutor(driver.parallel)
+    sys.setswitchinterval(SWITCH_S)
     for line in sys.stdin:
         if line.strip() == "put":
             names = [f"1/{secrets.token_hex(16)}/{secrets.token_hex(16)}" for _ in range(count)]
         began, cpu = time.perf_counter(), time.process_time()
         if line.strip() == "put":
-            await _put(driver, names, views[:count])
+            _put(driver, pool, names, views[:count])
         else:
-            await _get(driver, names, views[count:])
+            _get(driver, pool, names, views[count:])
         seconds, spent = time.perf_counter() - began, time.process_time() - cpu
         if line.strip() == "get":
             assert (memory[: size * count] == memory[size * count :]).all()

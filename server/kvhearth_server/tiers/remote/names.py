@@ -6,19 +6,26 @@ lineage: hosts with the same key, tenant, contract and weights label find each o
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
+from collections.abc import Sequence
 
 LAYOUT = "1"
 """Version of the names' layout, a part of every name."""
 FLEET_KEY_BYTES_MIN = 16
 SPACE_BYTES = 16
 _KEY_BYTES = 16
+_BLOCK_BYTES = 64
+"""Of SHA-256."""
 
 
 def _mac(fleet_key: bytes, *parts: bytes) -> bytes:
-    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return hmac.digest(fleet_key, framed, "sha256")
+    return hmac.digest(fleet_key, _framed(*parts), "sha256")
+
+
+def _framed(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 def space_name(fleet_key: bytes, tenant: str, contract_json: str, label: str, group: int) -> str:
@@ -35,8 +42,32 @@ def space_name(fleet_key: bytes, tenant: str, contract_json: str, label: str, gr
 
 def object_name(fleet_key: bytes, space: str, key: bytes) -> str:
     """Return the name of a block below a remote's prefix: ``1/SPACE/KEY``."""
-    digest = _mac(fleet_key, b"kvhearth remote key", space.encode(), key)[:_KEY_BYTES]
-    return f"{LAYOUT}/{space}/{digest.hex()}"
+    return object_names(fleet_key, space, [key])[0]
+
+
+def object_names(fleet_key: bytes, space: str, keys: Sequence[bytes]) -> list[str]:
+    """Return ``object_name`` of each key."""
+    inner, outer = _keyed(fleet_key)
+    inner.update(_framed(b"kvhearth remote key", space.encode()))
+    place = f"{LAYOUT}/{space}/"
+    made = []
+    for key in keys:
+        within, around = inner.copy(), outer.copy()
+        within.update(len(key).to_bytes(8, "little") + key)
+        around.update(within.digest())
+        made.append(place + around.digest()[:_KEY_BYTES].hex())
+    return made
+
+
+def _keyed(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
+    """Return the two hashes of an HMAC (RFC 2104) after its key: copies of them cost a third."""
+    block = (hashlib.sha256(key).digest() if len(key) > _BLOCK_BYTES else key).ljust(
+        _BLOCK_BYTES, b"\0"
+    )
+    return (
+        hashlib.sha256(bytes(each ^ 0x36 for each in block)),
+        hashlib.sha256(bytes(each ^ 0x5C for each in block)),
+    )
 
 
 def is_object_name(name: str) -> bool:

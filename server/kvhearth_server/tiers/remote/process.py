@@ -203,12 +203,13 @@ class ProcessMover:
 
     def poll(self) -> list[Answer]:
         """See ``Mover.poll``."""
-        self._epoll.poll(0)
+        events = {fd for fd, _ in self._epoll.poll(0)}
         child = self._child
         if child is not None:
-            self._receive(child)
-            self._send(child, b"")
-            self._watch(child)
+            if child.connection.fileno() in events:
+                self._receive(child)
+                self._send(child, b"")
+            self._watch(child, ended=child.pidfd in events)
         elif not self._closed and time.monotonic() >= self._start_at:
             self._start()
         self._set_timer()
@@ -300,7 +301,7 @@ class ProcessMover:
         if not at_once:
             self._pause_s = min(2 * self._pause_s, _PAUSE_MAX_S)
 
-    def _watch(self, child: _Child) -> None:
+    def _watch(self, child: _Child, *, ended: bool) -> None:
         """Tell callers of missed deadlines; end a helper that keeps none; bury one that ended."""
         now = time.monotonic()
         overdue = False
@@ -313,7 +314,7 @@ class ProcessMover:
         late_start = child.caps is None and now - child.began > _START_S
         if (overdue or late_start) and not child.killed and not child.ended:
             self._kill(child)
-        if not child.ended and select.select([child.pidfd], [], [], 0)[0]:
+        if not child.ended and ended:
             child.ended = True
             self._receive(child)
             self._epoll.unregister(child.pidfd)

@@ -16,7 +16,7 @@ from kvhearth_server.tiers.remote.helper.memory import Memory
 from kvhearth_server.tiers.remote.helper.service import Service
 from kvhearth_server.tiers.remote.url import RemoteUrl, parse_remote
 
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 _SERVERS = ("valkey", "valkeys", "mooncake")
 
 
@@ -71,7 +71,7 @@ def main() -> int:
     if message is None:
         return 0  # the parent died
     logs.configure(message["log_level"], message["log_format"])
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     gc.freeze()
     try:
         asyncio.run(serve(message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 
@@ -37,9 +38,9 @@ async def probe(driver: Driver, place: str, fleet_key: bytes) -> None:
         Unavailable: the remote does not answer or fails.
     """
     name, value = probe_name(), secrets.token_bytes(_BYTES)
-    _check(await driver.put(name, memoryview(value), _soon()), place, "a write")
+    _check(await _put(driver, name, value), place, "a write")
     try:
-        (found,) = await driver.get([name], [memoryview(bytearray(_BYTES))], _soon())
+        found = await _get(driver, name, _BYTES)
         if isinstance(found, memoryview) and found != value:
             raise Refused(f"{place} returns other bytes than were written; use another server")
         if isinstance(found, Missing):
@@ -56,11 +57,10 @@ async def probe(driver: Driver, place: str, fleet_key: bytes) -> None:
 
 
 async def _mark(driver: Driver, place: str, ours: bytes) -> None:
-    into = memoryview(bytearray(len(ours)))
-    (found,) = await driver.get([MARK_NAME], [into], _soon())
+    found = await _get(driver, MARK_NAME, len(ours))
     if isinstance(found, Missing):
-        _check(await driver.put(MARK_NAME, memoryview(ours), _soon()), place, "a write")
-        (found,) = await driver.get([MARK_NAME], [into], _soon())
+        _check(await _put(driver, MARK_NAME, ours), place, "a write")
+        found = await _get(driver, MARK_NAME, len(ours))
     if isinstance(found, memoryview) and found == ours:
         return
     if isinstance(found, Failed):
@@ -70,6 +70,17 @@ async def _mark(driver: Driver, place: str, ours: bytes) -> None:
         "give the URL another prefix (if its key is lost, its blocks are, too: kvhearth remote "
         "purge --yes removes them and the key's mark)"
     )
+
+
+async def _put(driver: Driver, name: str, value: bytes) -> Outcome:
+    (found,) = await asyncio.to_thread(driver.put, [name], [memoryview(value)], _soon())
+    return found
+
+
+async def _get(driver: Driver, name: str, size: int) -> memoryview | Outcome:
+    into = memoryview(bytearray(size))
+    (found,) = await asyncio.to_thread(driver.get, [name], [into], _soon())
+    return found
 
 
 def _soon() -> float:

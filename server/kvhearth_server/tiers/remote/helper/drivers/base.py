@@ -1,7 +1,9 @@
 """Interface of a driver: named values at a remote, by its client library.
 
-All methods are coroutines of one loop. Each returns by its deadline if the library can; the daemon
-ends the process where it does not. Outcomes are values: a driver translates its library's errors.
+``put`` and ``get`` block, and several threads call them at once: a coroutine for each value cost
+more than the library's own work. The others are coroutines of one loop. Each returns by its
+deadline if the library can; the daemon ends the process where it does not. Outcomes are values: a
+driver translates its library's errors.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Driver(Protocol):
 
     Attributes:
         caps: properties of the remote.
-        parallel: values that are put or got at once.
+        parallel: threads that put, and as many that get, at once.
         requests: requests that were sent, by kind: put, get, head, delete, list.
     """
 
@@ -44,23 +46,28 @@ class Driver(Protocol):
     def attach(self, staging: memoryview) -> None:
         """Learn the memory that values are put from and got into; called once, before all else."""
 
-    async def put(
-        self, name: str, value: memoryview, deadline: float, *, replace: bool = False
-    ) -> Outcome:
-        """Store a value; ``Done`` also if the name has one, which stays unless ``replace`` is true.
+    def portion(self, size: int) -> int:
+        """Return the number of values of ``size`` bytes that one call should take at most."""
+
+    def put(
+        self,
+        names: Sequence[str],
+        values: Sequence[memoryview],
+        deadline: float,
+        *,
+        replace: bool = False,
+    ) -> list[Outcome]:
+        """Store values; ``Done`` also if a name has one, which stays unless ``replace`` is true.
 
         Args:
             deadline: ``time.monotonic()`` by which it ends.
         """
 
-    def portion(self, size: int) -> int:
-        """Return the number of values of ``size`` bytes that one call of ``get`` should take."""
-
-    async def get(
+    def get(
         self, names: Sequence[str], into: Sequence[memoryview], deadline: float
     ) -> list[memoryview | Outcome]:
         """Return values, in ``into`` or in memory of the library's; an outcome for each that it
-        does not have.
+        does not have. What follows a miss may be ``Missing``, too.
 
         Args:
             into: memory of the expected size for each. A value of another size is ``Corrupt``, or
@@ -102,6 +109,21 @@ class Complaints:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 _log.warning("remote.request_failed", reason=kind, error=lines[0][:300])
         return outcome
+
+
+_TIMES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_LATE_S = 0.15
+"""Lateness that the daemon still allows: it has told the caller, and waits for the helper."""
+
+
+def time_class(deadline: float) -> float:
+    """Return one of a few times in seconds that end by the deadline, or little later.
+
+    The libraries' clients have one deadline for all their requests, and so there is a client for
+    each time.
+    """
+    left_s = deadline - time.monotonic() + _LATE_S
+    return max((each for each in _TIMES_S if each <= left_s), default=_TIMES_S[0])
 
 
 TIMEOUT: Outcome = Failed(Failure.TIMEOUT)

@@ -34,6 +34,8 @@ _PORTION_MAX = 32
 _RPC_MS = 2000
 """Bound of the library's own for calls of the master; that of transfers (60 s) is fixed."""
 _AGAIN_S = 1.0
+_ASKING = 2
+"""Threads that ask and remove."""
 _OUTCOMES: dict[int, Outcome] = {
     -200: Failed(Failure.NO_SPACE),
     -600: Corrupt("remote"),
@@ -63,7 +65,7 @@ class MooncakeDriver:
         self._complaints = Complaints()
         self._url = url
         self._prefix = f"{url.prefix}/" if url.prefix else ""
-        self._pool = ThreadPoolExecutor(2 * self.parallel, "kvhearth-mooncake")
+        self._pool = ThreadPoolExecutor(_ASKING, "kvhearth-mooncake")
         self._lock = threading.Lock()
         self._store: Any = None
         self._tried = 0.0
@@ -94,12 +96,12 @@ class MooncakeDriver:
 
     async def _run(self, call: Callable[[Any], _T]) -> _T | None:
         """Run a call in a thread; None without a connection."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._call, call)
 
-        def run() -> _T | None:
-            store = self._opened()
-            return None if store is None else call(store)
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+    def _call(self, call: Callable[[Any], _T]) -> _T | None:
+        store = self._opened()
+        return None if store is None else call(store)
 
     def _outcome(self, status: int) -> Outcome:
         outcome = _OUTCOMES.get(status, UNREACHABLE)
@@ -109,28 +111,35 @@ class MooncakeDriver:
         start, size = self._staging
         return start <= _address(view) < start + size
 
-    async def put(
-        self, name: str, value: memoryview, deadline: float, *, replace: bool = False
-    ) -> Outcome:
-        """See ``base.Driver``."""
-        self.requests["put"] += 1
-        key = self._prefix + name
-
-        def put(store: Any) -> int:
-            if self._staged(value):
-                return int(store.put_from(key, _address(value), len(value)))
-            return int(store.put(key, bytes(value)))
-
-        status = await self._run(put)
-        if status is None:
-            return UNREACHABLE
-        return Done() if status == 0 else self._outcome(status)
-
     def portion(self, size: int) -> int:
         """See ``base.Driver``."""
-        return max(1, min(_PORTION_BYTES // size, _PORTION_MAX))
+        return max(1, min(round(_PORTION_BYTES / size), _PORTION_MAX))
 
-    async def get(
+    def put(
+        self,
+        names: Sequence[str],
+        values: Sequence[memoryview],
+        deadline: float,
+        *,
+        replace: bool = False,
+    ) -> list[Outcome]:
+        """See ``base.Driver``."""
+        self.requests["put"] += 1
+        keys = [self._prefix + name for name in names]
+
+        def put(store: Any) -> list[int]:
+            if not all(map(self._staged, values)):
+                pairs = zip(keys, values, strict=True)
+                return [store.put(key, bytes(value)) for key, value in pairs]
+            places, sizes = list(map(_address, values)), list(map(len, values))
+            return list(store.batch_put_from(keys, places, sizes))
+
+        found = self._call(put)
+        if found is None:
+            return [UNREACHABLE] * len(names)
+        return [Done() if status == 0 else self._outcome(status) for status in found]
+
+    def get(
         self, names: Sequence[str], into: Sequence[memoryview], deadline: float
     ) -> list[memoryview | Outcome]:
         """See ``base.Driver``."""
@@ -141,12 +150,12 @@ class MooncakeDriver:
             if not all(map(self._staged, into)):
                 found = [store.get(key) if store.is_exist(key) == 1 else None for key in keys]
                 return [-704 if each is None else memoryview(each) for each in found]
-            places, sizes = [_address(view) for view in into], [len(view) for view in into]
+            places, sizes = list(map(_address, into)), list(map(len, into))
             statuses = store.batch_get_into(keys, places, sizes)
             pairs = zip(statuses, into, strict=True)
             return [view[:status] if status > 0 else status for status, view in pairs]
 
-        found = await self._run(get)
+        found = self._call(get)
         if found is None:
             return [UNREACHABLE] * len(names)
         return [self._outcome(each) if isinstance(each, int) else each for each in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -30,6 +31,7 @@ from kvhearth_server.tiers.remote.helper.drivers.base import (
     Complaints,
     Listed,
     Refused,
+    time_class,
 )
 from kvhearth_server.tiers.remote.mover import Caps
 from kvhearth_server.tiers.remote.url import RemoteUrl
@@ -39,7 +41,8 @@ _VALUE_BYTES_MAX = 5_000_000_000
 _CONNECT_S = 2.0
 _REQUEST_S = 30.0
 """Bound of the library's own; each call has a shorter deadline."""
-_MIN_CHUNK_BYTES = 1 << 20
+_PORTION_BYTES = 2 << 20
+_PORTION_MAX = 8
 _T = TypeVar("_T")
 
 
@@ -58,60 +61,85 @@ class ObjectDriver:
         self._prefix = f"{url.prefix}/" if url.prefix else ""
         self._complaints = Complaints()
         self._create = True
+        self._url = url
+        self._stores: dict[float, Any] = {}
+        self._lock = threading.Lock()
         try:
-            self._store = _open(url)
+            self._store = _open(url, _REQUEST_S)
         except (BaseError, OSError, ValueError) as error:
             raise Refused(f"{url.place} cannot be opened: {first_line(error)}") from None
 
     def attach(self, staging: memoryview) -> None:
         """See ``base.Driver``."""
 
-    async def put(
-        self, name: str, value: memoryview, deadline: float, *, replace: bool = False
-    ) -> Outcome:
+    def _by(self, deadline: float) -> Any:
+        """Return the store whose requests end by a deadline."""
+        time_s = time_class(deadline)
+        store = self._stores.get(time_s)
+        if store is None:
+            with self._lock:
+                store = self._stores.get(time_s) or _open(self._url, time_s)
+                self._stores[time_s] = store
+        return store
+
+    def portion(self, size: int) -> int:
         """See ``base.Driver``."""
+        return max(1, min(round(_PORTION_BYTES / size), _PORTION_MAX))
+
+    def put(
+        self,
+        names: Sequence[str],
+        values: Sequence[memoryview],
+        deadline: float,
+        *,
+        replace: bool = False,
+    ) -> list[Outcome]:
+        """See ``base.Driver``."""
+        pairs = zip(names, values, strict=True)
+        return [self._put(name, value, deadline, replace) for name, value in pairs]
+
+    def _put(self, name: str, value: memoryview, deadline: float, replace: bool) -> Outcome:
+        if time.monotonic() >= deadline:
+            return TIMEOUT
         self.requests["put"] += 1
         creating = self._create and not replace
-        sending = obstore.put_async(
-            self._store,
-            self._prefix + name,
-            value,
-            mode="create" if creating else "overwrite",
-            use_multipart=False,
-        )
+        mode: Any = "create" if creating else "overwrite"
         try:
-            await _by(deadline, sending)
+            store = self._by(deadline)
+            obstore.put(store, self._prefix + name, value, mode=mode, use_multipart=False)
         except (AlreadyExistsError, PreconditionError):
             return Done()
-        except (BaseError, OSError, TimeoutError) as error:
+        except (BaseError, OSError) as error:
             if not creating or not _unsupported(error):
                 return self._complaints.tell(outcome_of(error), error)
             self._create = False
             self.caps = replace_caps(self.caps, creates_once=False)
-            return await self.put(name, value, deadline, replace=True)
+            return self._put(name, value, deadline, True)
         return Done()
 
-    def portion(self, size: int) -> int:
-        """See ``base.Driver``."""
-        return 1
-
-    async def get(
+    def get(
         self, names: Sequence[str], into: Sequence[memoryview], deadline: float
     ) -> list[memoryview | Outcome]:
         """See ``base.Driver``."""
-        pairs = zip(names, into, strict=True)
-        return [await self._get(name, view, deadline) for name, view in pairs]
+        found: list[memoryview | Outcome] = [Missing()] * len(names)
+        for row, (name, view) in enumerate(zip(names, into, strict=True)):
+            found[row] = self._get(name, len(view), deadline)
+            if isinstance(found[row], Missing):
+                break
+        return found
 
-    async def _get(self, name: str, into: memoryview, deadline: float) -> memoryview | Outcome:
+    def _get(self, name: str, size: int, deadline: float) -> memoryview | Outcome:
+        if time.monotonic() >= deadline:
+            return TIMEOUT
         self.requests["get"] += 1
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                found = await obstore.get_async(self._store, self._prefix + name)
-                if found.meta["size"] != len(into):
-                    # Not downloaded: it is none of ours, or cut off.
-                    return Corrupt("remote")
-                return memoryview(await found.bytes_async())
-        except (BaseError, OSError, TimeoutError) as error:
+            found = obstore.get(self._by(deadline), self._prefix + name)
+            start, end = found.range
+            if end - start != size:
+                # Not downloaded: it is none of ours, or cut off.
+                return Corrupt("remote")
+            return memoryview(found.bytes())
+        except (BaseError, OSError) as error:
             return self._complaints.tell(outcome_of(error), error)
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
@@ -193,19 +221,19 @@ def outcome_of(error: BaseException) -> Outcome:
     return Failed(Failure.IO) if answered else UNREACHABLE
 
 
-def _open(url: RemoteUrl) -> Any:
+def _open(url: RemoteUrl, time_s: float) -> Any:
     if url.scheme == "file":
         if not Path(url.bucket).is_dir():
             raise Refused(f"{url.bucket} is no directory; mount or make it")
         return LocalStore(url.bucket)
     client: dict[str, Any] = {
-        "connect_timeout": timedelta(seconds=_CONNECT_S),
-        "timeout": timedelta(seconds=_REQUEST_S),
+        "connect_timeout": timedelta(seconds=min(_CONNECT_S, time_s)),
+        "timeout": timedelta(seconds=time_s),
         "allow_http": url.endpoint.startswith("http://"),
     }
     if url.ca:
         client["root_certificate"] = Path(url.ca).read_bytes()
-    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=_REQUEST_S)}
+    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=time_s)}
     secret = Path(url.secret_file).read_text("utf-8").split() if url.secret_file else []
     options: Any = {"client_options": client, "retry_config": retry}
     if url.scheme == "s3":

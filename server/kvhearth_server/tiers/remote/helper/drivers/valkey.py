@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from glide_shared import exceptions
 from glide_shared.commands.core_options import ExpirySet, ExpiryType
@@ -36,18 +36,19 @@ from kvhearth_server.tiers.remote.helper.drivers.base import (
     Complaints,
     Listed,
     Refused,
+    time_class,
 )
 from kvhearth_server.tiers.remote.mover import Caps
 from kvhearth_server.tiers.remote.url import RemoteUrl
 
 _VALUE_BYTES_MAX = 512 << 20
 """Bound of a string; the server's proto-max-bulk-len may be lower."""
-_TIMES_MS = (50, 100, 200, 500, 1000, 2000, 5000, 10_000)
-"""A client has one deadline for all its requests, and so a thread has several clients."""
 _CONNECT_MS = 2000
-_PORTION_BYTES = 1 << 20
+_PORTION_BYTES = 2 << 20
 _PORTION_MAX = 16
 _SCAN = 1000
+_ASKING = 2
+"""Threads that ask and remove."""
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "AuthenticationFailed", "invalid password")
 _T = TypeVar("_T")
 _Client = GlideClient | GlideClusterClient
@@ -68,7 +69,7 @@ class ValkeyDriver:
         self._complaints = Complaints()
         self._url = url
         self._prefix = f"{url.prefix}/" if url.prefix else ""
-        self._pool = ThreadPoolExecutor(2 * self.parallel, "kvhearth-valkey")
+        self._pool = ThreadPoolExecutor(_ASKING, "kvhearth-valkey")
         self._local = threading.local()
         self._options = _options(url)
 
@@ -78,8 +79,7 @@ class ValkeyDriver:
         Raises:
             exceptions.GlideError: no server can be reached.
         """
-        left_ms = 1000 * (deadline - time.monotonic()) * 1.02
-        time_ms = max((each for each in _TIMES_MS if each <= left_ms), default=_TIMES_MS[0])
+        time_ms = round(1000 * time_class(deadline))
         clients: dict[int, _Client] = self._local.__dict__.setdefault("clients", {})
         if time_ms not in clients:
             options = {**self._options, "request_timeout": time_ms}
@@ -97,50 +97,68 @@ class ValkeyDriver:
                 )
         return clients[time_ms]
 
+    def _call(self, call: Callable[[_Client], _T], deadline: float) -> _T | Outcome:
+        """Make a call. It is not given up at the deadline: the library still uses its memory."""
+        try:
+            return call(self._client(deadline))
+        except exceptions.GlideError as error:
+            return self._complaints.tell(outcome_of(error), error)
+
     async def _run(self, call: Callable[[_Client], _T], deadline: float) -> _T | Outcome:
-        """Run a call in a thread. It is not given up at the deadline: the library still uses the
-        call's memory.
-        """
-
-        def run() -> _T | Outcome:
-            try:
-                return call(self._client(deadline))
-            except exceptions.GlideError as error:
-                return self._complaints.tell(outcome_of(error), error)
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._call, call, deadline)
 
     def attach(self, staging: memoryview) -> None:
         """See ``base.Driver``."""
 
-    async def put(
-        self, name: str, value: memoryview, deadline: float, *, replace: bool = False
-    ) -> Outcome:
-        """See ``base.Driver``. A value under the name is replaced, by the same bytes."""
+    def portion(self, size: int) -> int:
+        """See ``base.Driver``."""
+        return max(1, min(round(_PORTION_BYTES / size), _PORTION_MAX))
+
+    def put(
+        self,
+        names: Sequence[str],
+        values: Sequence[memoryview],
+        deadline: float,
+        *,
+        replace: bool = False,
+    ) -> list[Outcome]:
+        """See ``base.Driver``. A value under a name is replaced, by the same bytes."""
         self.requests["put"] += 1
         ttl_s = int(self._url.ttl_s)
         expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
-        done = await self._run(
-            lambda client: client.set(self._prefix + name, value, expiry=expiry), deadline
-        )
-        return Done() if isinstance(done, str | bytes) else _failed(done)
+        batch = ClusterBatch(False) if self._url.cluster else Batch(False)
+        for name, value in zip(names, values, strict=True):
+            # The library takes any buffer; only its types say bytes.
+            batch.set(self._prefix + name, cast(bytes, value), expiry=expiry)
 
-    def portion(self, size: int) -> int:
-        """See ``base.Driver``."""
-        return max(1, min(_PORTION_BYTES // size, _PORTION_MAX))
+        def send(client: Any) -> Any:
+            if len(names) == 1:
+                return [client.set(self._prefix + names[0], values[0], expiry=expiry)]
+            return client.exec(batch, raise_on_error=False)
 
-    async def get(
+        done = self._call(send, deadline)
+        if not isinstance(done, list):
+            return [_failed(done)] * len(names)
+        return [self._stored(each) for each in done]
+
+    def _stored(self, answer: Any) -> Outcome:
+        if isinstance(answer, exceptions.GlideError):
+            return self._complaints.tell(outcome_of(answer), answer)
+        return Done() if isinstance(answer, str | bytes) else Failed(Failure.IO)
+
+    def get(
         self, names: Sequence[str], into: Sequence[memoryview], deadline: float
     ) -> list[memoryview | Outcome]:
         """See ``base.Driver``."""
         self.requests["get"] += 1
         keys: list[Any] = [self._prefix + name for name in names]
-        found = await self._run(lambda client: client.mget(keys, list(into)), deadline)
+        found = self._call(lambda client: client.mget(keys, list(into)), deadline)
         if isinstance(found, list):
             return [_value(each, view) for each, view in zip(found, into, strict=True)]
         if isinstance(found, Corrupt) and len(names) > 1:
             # One of them is too long for its buffer.
-            rows = [await self.get([n], [i], deadline) for n, i in zip(names, into, strict=True)]
+            rows = [self.get([n], [i], deadline) for n, i in zip(names, into, strict=True)]
             return [row for (row,) in rows]
         return [_failed(found)] * len(names)
 
