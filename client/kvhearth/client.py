@@ -13,7 +13,7 @@ import numpy as np
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
 from kvhearth.counters import Counters, log_event
 from kvhearth.errors import KVHearthError, NoReason, Reason, reason_or_none
-from kvhearth.fail_open import Caller, T, outcome_unknown, parse_arguments
+from kvhearth.fail_open import BadExtents, Caller, Returns, T, outcome_unknown, parse_arguments
 from kvhearth.model import Ids, Records
 from kvhearth.native import library
 from kvhearth.numa import own_node
@@ -27,11 +27,10 @@ from kvhearth.results import (
     PrefetchResult,
     Reservation,
 )
-from kvhearth.returns import BadExtents, Returns
 from kvhearth.session.link import EPOCH_UNKNOWN, Arena, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
 from kvhearth.shared_index import find_mapped, posted_lookup
-from kvhearth.tracing import OFF, Span, Tracer, client_tracer
+from kvhearth.tracing import NO_SPAN, OFF, Span, Tracer, client_tracer
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, UnixUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
@@ -118,7 +117,8 @@ class Decisions:
             traceparent: W3C trace context of the request, or empty: the lookup's span follows it.
         """
         lease_id = self._ids.new_id() if lease else 0
-        span = self.tracer.begin("kvhearth.lookup", traceparent)
+        traced = self.tracer.on or traceparent
+        span = self.tracer.begin("kvhearth.lookup", traceparent) if traced else NO_SPAN
         own = parse_arguments(codec.snapshot_keys, groups)
 
         def work() -> LookupResult:

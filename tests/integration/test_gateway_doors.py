@@ -183,7 +183,7 @@ def test_an_identity_has_bounds(guarded: Guarded) -> None:
     small = guarded.session("small")
     second = lambda: guarded.session("small", engine_id="second")  # noqa: E731
     assert refusal_of(second) == "too_many_sessions"
-    small.open_data(small.welcome.token)
+    data = small.open_data(small.welcome.token)
 
     def third_is_refused() -> bool:
         try:

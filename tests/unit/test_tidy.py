@@ -22,6 +22,8 @@ CATCH_ALL_ALLOWED = frozenset(
         # a failed connection is not used again
         "client/kvhearth/transports/frames.py",
         "client/kvhearth/transports/tcp.py",
+        # libraries of remotes, each with errors of its own; told as one that does not answer
+        "lab/kvhearth_lab/harness/remote_server.py",
         # thread mains and supervised tasks: their exceptions are counted and logged
         "client/kvhearth/copiers/cuda.py",
         "client/kvhearth/copiers/host.py",

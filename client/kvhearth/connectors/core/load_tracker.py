@@ -22,7 +22,7 @@ from kvhearth.connectors.core.store_tracker import Progress
 from kvhearth.contract import GroupKind
 from kvhearth.model import Records
 from kvhearth.results import LookupResult
-from kvhearth.tracing import Span
+from kvhearth.tracing import NO_SPAN, Span
 
 
 @dataclass(eq=False)
@@ -86,6 +86,16 @@ class _Load:
     outcomes: list[RankLoaded] = field(default_factory=list)
 
 
+def _end_span(load: _Load, *, failed: bool) -> None:
+    load.span.end(
+        next((one.reason for one in load.outcomes if one.reason), "failed" if failed else ""),
+        tokens=load.tokens,
+        bytes=sum(one.bytes for one in load.outcomes),
+        from_memory_tokens=load.state.sources[0],
+        promoted_tokens=load.state.sources[1],
+    )
+
+
 class Loads:
     """Plans loads, and ends their leases when every rank has reported.
 
@@ -129,7 +139,10 @@ class Loads:
             self.lose(request_id)
             return
         lookup.cancelled = True  # this load owns its lease now
-        span = self._client.tracer.begin("kvhearth.load", state.options.traceparent)
+        tracer = self._client.tracer
+        span = NO_SPAN
+        if tracer.on:
+            span = tracer.begin("kvhearth.load", state.options.traceparent)
         self._under_way[request_id] = _Load(state, found, tokens, time.monotonic(), span)
         start = state.offer[0]
         moves = self._moves(found, table, start, start + tokens)
@@ -193,13 +206,8 @@ class Loads:
         load.state.loading = False
         seconds = time.monotonic() - load.begun_at
         bad: dict[int, Records] = {}
-        load.span.end(
-            next((one.reason for one in load.outcomes if one.reason), "failed" if failed else ""),
-            tokens=load.tokens,
-            bytes=sum(one.bytes for one in load.outcomes),
-            from_memory_tokens=load.state.sources[0],
-            promoted_tokens=load.state.sources[1],
-        )
+        if load.span.on:
+            _end_span(load, failed=failed)
         for outcome in load.outcomes:
             self._counters.add("load_bytes", outcome.bytes)
             for group, extents in outcome.bad.items():
