@@ -198,6 +198,7 @@ def test_an_identity_has_bounds(guarded: Guarded) -> None:
     assert refusal_of(lambda: small.reserve(1)) == "held_cap"
     small.abort(extents)
     assert len(small.reserve(1)) == 1
+    data.close()
     small.bye()
     guarded.daemon.wait_quiet()
     until(lambda: guarded.daemon.counters().get("gateway_bounds_met{held_blocks}"), "counted")
