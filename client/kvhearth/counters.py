@@ -21,7 +21,7 @@ def log_event(level: int, event: str, text: str, *, trace: bool = False, **field
 
     Args:
         level: of ``logging``.
-        event: stable name; docs/operations.md lists all.
+        event: stable name; docs/log.md lists the daemon's, docs/engines.md the engine's.
         text: a sentence for people, without anything that varies.
         trace: add the exception at hand.
         fields: everything that varies.

@@ -220,14 +220,14 @@ def _logged() -> Iterator[ast.expr]:
                     yield from node.args[2:]
 
 
-def test_events_are_keys_that_the_operations_page_lists() -> None:
+def test_events_are_keys_that_the_page_of_the_log_lists() -> None:
     logged = list(_logged())
     assert not [ast.unparse(each) for each in logged if isinstance(each, ast.JoinedStr)]
     events = {each.value for each in logged if isinstance(each, ast.Constant)}
     assert len(events) > 30
     assert not [event for event in events if not re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", event)]
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    section = page.partition("\n## Log\n")[2].partition("\n## ")[0]
+    page = (Path(__file__).parents[2] / "docs" / "log.md").read_text()
+    section = page.partition("\n## Events\n")[2].partition("\n## ")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     cells = "".join(row[1] for row in rows if len(row) == 6)  # the others list fields
     by_verb = {"admin.evict", "admin.forget", "admin.drain", "admin.reload"}

@@ -43,7 +43,7 @@ def serious(page: Path, heading: str) -> set[str]:
 
 
 def test_every_event_that_needs_somebody_says_what_to_do() -> None:
-    daemon = serious(ROOT / "docs/operations.md", "## Log")
+    daemon = serious(ROOT / "docs/log.md", "## Events")
     assert set(told("## The daemon's log")) == daemon - ENDS
     engine = serious(ROOT / "docs/engines.md", "### Log")
     assert set(told("## The engine's log")) == engine
