@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvhearth_server.config import rlimit as descriptors
 from kvhearth_server.config.model import Settings
@@ -13,7 +14,6 @@ from kvhearth_server.config.model import Settings
 @pytest.mark.parametrize(("short", "reported"), [(0, False), (1, True)])
 def test_a_limit_that_is_too_low_is_told_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     short: int,
     *,
     reported: bool,
@@ -24,9 +24,10 @@ def test_a_limit_that_is_too_low_is_told_at_the_start(
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    descriptors.raise_limit(settings)
+    with capture_logs() as logged:
+        descriptors.raise_limit(settings)
     assert limits == [(hard, hard)]
-    assert ("descriptors.few" in capsys.readouterr().out) is reported
+    assert ("descriptors.few" in {line["event"] for line in logged}) is reported
 
 
 @pytest.mark.parametrize("sessions_max", [1, 4, 256, 65536])
