@@ -44,7 +44,13 @@ def remote_tier(
     Starts a bucket with nothing behind it, so that the client's own cost is
     seen. Missing a target is not an error: `missed` names those figures.
     """
-    from kvhearth_lab.bench.remote_tier.figures import FULL, QUICK, STALL_FIGURES, figures_of
+    from kvhearth_lab.bench.remote_tier.figures import (
+        FULL,
+        LOOKUP_FIGURES,
+        QUICK,
+        STALL_FIGURES,
+        figures_of,
+    )
     from kvhearth_lab.bench.remote_tier.run import run
 
     urls = dict(each.partition("=")[::2] for each in remote or [])
@@ -59,7 +65,7 @@ def remote_tier(
         for each in figures_of(name.rpartition("_")[0]):
             ok = {True: "yes", False: "NO", None: ""}[each.good(values[each.name])]
             row(shown, name, each.name, f"{values[each.name]:g}", each.target, ok, each.what)
-    for each in STALL_FIGURES:
+    for each in (*LOOKUP_FIGURES, *STALL_FIGURES):
         ok = {True: "yes", False: "NO", None: ""}[each.good(found[each.name])]
-        row(shown, "stalled", each.name, f"{found[each.name]:g}", each.target, ok, each.what)
+        row(shown, "daemon", each.name, f"{found[each.name]:g}", each.target, ok, each.what)
     console().print(shown)

@@ -18,14 +18,16 @@ class Sizes:
     Attributes:
         blocks: sizes of a block, in bytes.
         rounds: alternating rounds of each way; a figure is their median.
+        lookups: lookups of each side.
     """
 
     blocks: tuple[int, ...]
     rounds: int
+    lookups: int
 
 
-FULL = Sizes((2 * MIB, 256 << 10), 9)
-QUICK = Sizes((256 << 10,), 2)
+FULL = Sizes((2 * MIB, 256 << 10), 9, 1500)
+QUICK = Sizes((256 << 10,), 2, 200)
 
 _RAW_LEAST = {"null": 0.45, "valkey": 0.5}
 
@@ -43,6 +45,12 @@ def figures_of(driver: str) -> list[Figure]:
     ]
 
 
+LOOKUP_FIGURES = [
+    Figure("lookup_warm_ratio", "lookups, remote known, over those without one", "<=", 1.1),
+    Figure("lookup_dead_ratio", "the same, nobody at the remote's address", "<=", 1.1),
+    Figure("lookup_stalled_ratio", "the same, a remote that never answers", "<=", 1.1),
+    Figure("keys_asked", "keys of 512 that the remote is asked for at first", "<=", 24),
+]
 STALL_FIGURES = [
     Figure("stall_told_s", "a stalled server: told after the deadline, s", "<=", 0.05),
     Figure("stall_freed_s", "a stalled server: slots back after the deadline, s", "<=", 0.5),

@@ -25,10 +25,12 @@ from kvhearth_lab.bench.daemon import broken
 from kvhearth_lab.bench.remote.ceiling import FarEnd
 from kvhearth_lab.bench.remote_tier.figures import (
     BATCH,
+    LOOKUP_FIGURES,
     STALL_FIGURES,
     Sizes,
     figures_of,
 )
+from kvhearth_lab.bench.remote_tier.lookups import lookup_part
 from kvhearth_lab.bench.report import machine, missed, steps
 from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment
@@ -305,5 +307,6 @@ def run(sizes: Sizes, urls: Mapping[str, str], valkey: Path | None = None) -> di
             stall = moved.stall(server)
         finally:
             moved.close()
-    short += missed(stall, STALL_FIGURES)
-    return {"drivers": found, **stall, "machine": machine(), "missed": short}
+        looked = lookup_part(null, free_port(), sizes.lookups)
+    short += missed(stall, STALL_FIGURES) + missed(looked, LOOKUP_FIGURES)
+    return {"drivers": found, **looked, **stall, "machine": machine(), "missed": short}
