@@ -45,11 +45,13 @@ BLOCKS_MAX = 700
 def fault_points() -> list[str]:
     """Every fault point of the daemon's sources, except those of other tests: of an SSD tier, see
     ``integration/test_ssd_lives``, ``sim/test_kill_ssd`` and the chaos kit; of an arena that grows
-    or shrinks, see ``integration/test_arena_resize``.
+    or shrinks, see ``integration/test_arena_resize``; of a remote and its helper, see the chaos
+    kit's worlds with a remote.
     """
+    others = ("demote.", "mover.", "promote.", "remote.", "resize.", "ssd.")
     texts = (path.read_text() for path in (ROOT / "server").rglob("*.py"))
     found = {name for text in texts for name in re.findall(r'\bhit\("([a-z_.]+)"\)', text)}
-    found -= {name for name in found if name.startswith(("demote.", "promote.", "resize.", "ssd."))}
+    found -= {name for name in found if name.startswith(others)}
     assert len(found) >= 19, found
     return sorted(found)
 
