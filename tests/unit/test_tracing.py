@@ -15,9 +15,9 @@ from kvhearth.errors import KVHearthError
 from kvhearth.tracing import NO_SPAN, OFF, Tracer, open_tracer, parsed, root_share, wanted
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
-from opentelemetry.sdk.trace import TracerProvider  # noqa: E402
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import (  # noqa: E402
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
     InMemorySpanExporter,
 )
 
