@@ -90,13 +90,14 @@ def found(folder: Path) -> Found:
     other a broken one.
     """
     kept: dict[str, dict[str, Any]] = {}
-    more = {"ssd": ["--dir", str(folder), "--vllm", str(folder / "none" / "bin" / "python")]}
+    more = {"ssd": ["--vllm", str(folder / "none" / "bin" / "python")]}
 
     def last_line(verb: str) -> dict[str, Any]:
         if verb not in kept:
             command = [sys.executable, "-m", "kvhearth_server.cli.app", "bench", verb, "--quick"]
             ended = subprocess.run(
                 [*command, "--json", *more.get(verb, ())],
+                cwd=folder,  # where `bench ssd` measures unless it is told otherwise
                 capture_output=True,
                 text=True,
                 timeout=RUN_S,

@@ -206,7 +206,7 @@ async def _measure(own: Path, sizes: Sizes, interface: str, result: Result) -> N
 @contextmanager
 def _own_folder(folder: Path) -> Iterator[Path]:
     try:
-        made = tempfile.TemporaryDirectory(dir=folder, prefix="kvhearth-bench-")
+        made = tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="kvhearth-bench-")
     except OSError as error:
         raise KVHearthError(Reason.CONFIG_INVALID, f"--dir {folder}: {error.strerror}") from None
     with made as own:
