@@ -205,11 +205,9 @@ class Transformer:
     def step(self, tokens: list[int], sequence: Sequence) -> torch.Tensor:
         """Compute ``tokens`` after those in ``sequence``; return the last one's logits."""
         cache = Cache(layers=[_PagedLayer(sequence, layer) for layer in range(self.sizes.layers)])
+        # By position: transformers renamed the cache's argument (past_key_values, cache).
         output = self._model(
-            input_ids=torch.tensor([tokens]),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+            torch.tensor([tokens]), None, None, cache, use_cache=True, logits_to_keep=1
         )
         sequence.length += len(tokens)
         return output.logits[0, -1]

@@ -133,11 +133,10 @@ class _Transformers:
         begin = 0 if not kv else int(kv[0][0].shape[2])
         positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)[None]
         with torch.inference_mode():
-            out = self._model.model(
-                input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True
-            )
+            # By position: transformers renamed the cache's argument (past_key_values, cache).
+            out = self._model.model(tokens, None, positions, cache, use_cache=True)
             logits = self._model.lm_head(out.last_hidden_state[:, -1])
-        return logits[0].float(), [_layer_of(out.past_key_values, n) for n in range(self._layers)]
+        return logits[0].float(), [_layer_of(cache, n) for n in range(self._layers)]
 
 
 def _layer_of(cache: Any, layer: int) -> tuple[Any, Any]:
