@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help remotes setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs lock wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -22,12 +22,14 @@ NATIVE := client/kvhearth/native/_kvhearth.so
 $(NATIVE): client/kvhearth/native/build.py $(wildcard client/kvhearth/native/src/*)
 	$(PYTHON) client/kvhearth/native/build.py
 
-# Ordered only: new C sources do not install everything again.
-$(VENV)/.ready: pyproject.toml lab/pyproject.toml | $(NATIVE)
+# Ordered only: new C sources do not install everything again. The lock has torch's own requirements, so that torch comes
+# alone; there is no resolver, and no build asks an index.
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml tests/requirements.lock | $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit("KVHearth needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --no-deps --require-hashes -r tests/requirements.lock
 	$(PIP) install "$(TORCH_SPEC)"
-	$(PIP) install -e '.[server,demo,dev]' -e ./lab
+	$(PIP) install --no-deps --no-build-isolation -e . -e ./lab
 	touch $@
 
 run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daemon die, warm answer
@@ -105,9 +107,9 @@ types: $(VENV)/.ready  ## mypy, strict
 imports: $(VENV)/.ready ## the import contracts
 	$(BIN)/lint-imports
 
-$(VENV)-proto/.ready: proto/gen.py
+$(VENV)-proto/.ready: proto/requirements.lock
 	test -x $(VENV)-proto/bin/python || $(PYTHON) -m venv $(VENV)-proto
-	$(VENV)-proto/bin/python -m pip --disable-pip-version-check -q install grpcio-tools==1.66.2 mypy-protobuf==3.6.0 'setuptools<81'
+	$(VENV)-proto/bin/python -m pip --disable-pip-version-check -q install --no-deps --require-hashes -r $<
 	touch $@
 
 proto: $(VENV)-proto/.ready ## generate the protocol code
@@ -139,10 +141,17 @@ $(SUPPLY)/.ready: deploy/supply.txt
 	$(SUPPLY)/bin/python -m pip --disable-pip-version-check -q install -r deploy/supply.txt
 	touch $@
 
-lock: $(SUPPLY)/.ready ## write the image's locks: the newest versions that pyproject.toml allows, with hashes
-	$(COMPILE) --universal --generate-hashes --upgrade --extra server --extra encryption pyproject.toml -o deploy/docker/requirements.lock
-	$(COMPILE) --universal --generate-hashes --extra server --extra encryption --extra s3 --extra valkey --constraint deploy/docker/requirements.lock pyproject.toml -o deploy/docker/remote.lock
-	echo 'hatchling>=1.27' | $(COMPILE) --universal --generate-hashes --upgrade - -o deploy/docker/build.lock
+LOCK := $(COMPILE) --universal --generate-hashes
+# Old, so that the generated code runs with the oldest protobuf that pyproject.toml allows.
+PROTO_SPECS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 setuptools<81
+
+update: $(SUPPLY)/.ready ## write all locks: the newest versions that pyproject.toml allows, with hashes; a commit of its own
+	$(LOCK) --upgrade --extra server --extra encryption pyproject.toml -o deploy/docker/requirements.lock
+	$(LOCK) --extra server --extra encryption --extra s3 --extra valkey --constraint deploy/docker/requirements.lock pyproject.toml -o deploy/docker/remote.lock
+	echo 'hatchling>=1.27' | $(LOCK) --upgrade - -o deploy/docker/build.lock
+	printf '%s\n' $(foreach spec,$(PROTO_SPECS),'$(spec)') | $(LOCK) --upgrade - -o proto/requirements.lock
+	echo '$(TORCH_SPEC)' | $(LOCK) --upgrade --fork-strategy fewest --constraint - --extra server --extra demo --extra dev pyproject.toml -o $(SUPPLY)/tests.lock
+	awk '/^[^ ]/ {wanted = !/^(torch|nvidia|cuda)[=-]/} wanted' $(SUPPLY)/tests.lock > tests/requirements.lock # torch has an index for each device
 
 FLOORS := $(VENV)-floors
 

@@ -30,7 +30,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_CACHE_DIR=1
 
-# Only files whose hashes `make lock` wrote down.
+# Only files whose hashes `make update` wrote down.
 locked() {
   "$python" -m pip --quiet --python "$1/bin/python3" install --no-compile --only-binary :all: \
     --require-hashes --no-deps --requirement "$source/deploy/docker/$2"

@@ -26,8 +26,8 @@ from packaging.requirements import Requirement
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ANY_PORT, address_of
 from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
+from support.raw_door import new_keys
 from support.remote_servers import seaweed
-from support.ssd_kit import new_keys
 
 from kvhearth.connectors.core.settings import URL_ENV, parse_settings
 from kvhearth.connectors.vllm.adapter import VllmSettings
@@ -552,7 +552,7 @@ def test_the_lock_is_of_what_the_project_asks_for(name: str) -> None:
     assert locked.items() >= plain.items(), "both images have the same versions"
     for requirement in map(Requirement, wanted):
         (version,) = locked[requirement.name]
-        assert requirement.specifier.contains(version.version), f"{requirement}: run make lock"
+        assert requirement.specifier.contains(version.version), f"{requirement}: run make update"
 
 
 def test_every_direct_dependency_has_a_floor() -> None:
