@@ -25,7 +25,7 @@ from support.cached import (
     computed,
 )
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.ssd_kit import new_keys
+from support.raw_door import new_keys
 
 import kvhearth
 from kvhearth.copiers.host import HostCopier
@@ -473,10 +473,9 @@ def test_a_process_that_just_ends_is_cleaned_up_after(daemon: Daemon) -> None:
         import numpy as np
         import kvhearth
         from support.cached import CONTRACT, PAGE_BYTES
-        from support.ssd_kit import new_keys
         cache = kvhearth.open(sys.argv[1], CONTRACT, wait_s=20)
         for _ in range(10):
-            keys = new_keys(64)
+            keys = [secrets.token_bytes(32) for _ in range(64)]
             cache.store(keys, np.zeros((64, PAGE_BYTES), np.uint8))
             cache.load(keys, np.zeros((64, PAGE_BYTES), np.uint8))
         print("ends")

@@ -12,7 +12,7 @@ import pytest
 from support.codec_bounds import bounds
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ask
-from support.ssd_kit import new_keys
+from support.raw_door import new_keys
 
 import kvhearth
 from kvhearth.contract import namespace_digest

@@ -192,10 +192,12 @@ def test_a_put_that_was_asked_about_comes_too_late(far: RawSession) -> None:
 
 
 def test_a_commit_waits_for_no_dripping_put(far: RawSession) -> None:
-    extents = far.reserve(1)
+    reserved = far.reserve(2)
+    before, extents = reserved[:1], reserved[1:]
     payload = os.urandom(PAGE_BYTES)
-    far.data.sendall(far.put_frame(extents, payload)[:-100])
-    time.sleep(0.2)
+    far.data.sendall(far.put_frame(before, payload) + far.put_frame(extents, payload)[:-100])
+    assert far.answer()[1] == [OK]
+    time.sleep(0.2)  # for the header that follows
     began = time.monotonic()
     assert refusal_of(lambda: far.commit(keys_of(1), summed(extents, payload))) == "not_reserved"
     assert far.abort(extents).freed_slots == 1, "an abort ends the put"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from support.remote_raw import (
 )
 
 from kvhearth.errors import KVHearthError
-from kvhearth.wire.remote import Outcome
+from kvhearth.wire.remote import DataFrame, DataKind, Outcome
 from kvhearth_server.gateway.identity import Bounds, Identity, Role
 from kvhearth_server.gateway.roster import add_token
 
@@ -42,6 +43,7 @@ class Guarded:
     port: int
     authority: Authority
     tokens: Path
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def context(self, **files: tuple[Path, Path]) -> ssl.SSLContext:
         """Return a client's context, with a certificate of its own if one is given."""
@@ -51,8 +53,8 @@ class Guarded:
         return context
 
     def session(self, name: str, **fields: object) -> RawSession:
-        """Return the session of a token."""
-        hello = hello_of(**fields)
+        """Return the session of a token, by default as another engine than all before."""
+        hello = hello_of(**{"engine_id": f"engine-{next(self.numbers)}", **fields})
         return RawSession(self.port, hello, secret=TOKENS[name], tls=self.context())
 
 
@@ -184,15 +186,11 @@ def test_an_identity_has_bounds(guarded: Guarded) -> None:
     second = lambda: guarded.session("small", engine_id="second")  # noqa: E731
     assert refusal_of(second) == "too_many_sessions"
     data = small.open_data(small.welcome.token)
-
-    def third_is_refused() -> bool:
-        try:
-            small.open_calls(small.welcome.token).close()
-        except KVHearthError as error:
-            return error.reason == "too_many_sessions"
-        return False  # the opening of a data connection is not answered: it is counted soon
-
-    until(third_is_refused, "the bound on connections")
+    for each in (small.data, data):  # their opening is not answered; a question is
+        each.sendall(DataFrame(DataKind.ASK, 1, 5, 0).pack() + bytes(8))
+        assert small.answer(each)[0] == DataKind.KNOWN
+    third = lambda: small.open_calls(small.welcome.token)  # noqa: E731
+    assert refusal_of(third) == "too_many_sessions"
     assert refusal_of(lambda: small.reserve(3)) == "held_cap"
     extents = small.reserve(2)
     assert refusal_of(lambda: small.reserve(1)) == "held_cap"
@@ -202,7 +200,15 @@ def test_an_identity_has_bounds(guarded: Guarded) -> None:
     small.bye()
     guarded.daemon.wait_quiet()
     until(lambda: guarded.daemon.counters().get("gateway_bounds_met{held_blocks}"), "counted")
-    guarded.session("small").bye()
+
+    def back() -> bool:
+        try:
+            guarded.session("small").bye()
+        except KVHearthError:
+            return False  # the last session's connections end a moment after it
+        return True
+
+    until(back, "the connections are counted out")
 
 
 def test_a_token_is_added_and_taken_away_while_connections_live(guarded: Guarded) -> None:

@@ -16,8 +16,10 @@ from support.daemon import ARENA_ROOT
 ROOT = Path(__file__).parents[2]
 HOPS_MAX, FILES_MAX = 25, 35
 """Bounds of the lists in ARCHITECTURE.md, which leave helpers out."""
-TRACED_MAX = {"store": (132, 78), "lookup": (82, 52)}
-"""Bounds of the traced (hops, files), helpers included, as measured. They only go down."""
+TRACED_MAX = {"store": (128, 72), "lookup": (82, 52)}
+"""Bounds of the (hops, files) that all traces share, helpers included, as measured. They only go
+down. Timers and retries, of which a busy machine has more, are in some traces only.
+"""
 NOT_TRACED = {
     "connectors/vllm/connector": "imports vLLM; the tracer's engine calls the two halves",
     "connectors/vllm/adapter": "translates vLLM's objects; the scripted engine has none",
@@ -61,12 +63,12 @@ def bare(module: str) -> str:
 
 @pytest.mark.parametrize("kind", ["store", "lookup"])
 def test_the_way_is_no_longer_than_before(traces: dict[str, list[Trace]], kind: str) -> None:
-    shortest = min(traces[kind], key=lambda one: len(one["hops"]))
-    hops, files = len(shortest["hops"]), len(shortest["files"])
-    print(f"{kind}: {hops} hops through {files} files")
+    hops = set.intersection(*({tuple(hop) for hop in one["hops"]} for one in traces[kind]))
+    files = set.intersection(*(set(one["files"]) for one in traces[kind]))
+    print(f"{kind}: {len(hops)} hops through {len(files)} files")
     hops_max, files_max = TRACED_MAX[kind]
-    assert hops <= hops_max
-    assert files <= files_max
+    assert len(hops) <= hops_max
+    assert len(files) <= files_max
 
 
 @pytest.mark.parametrize("kind", ["store", "lookup"])

@@ -22,9 +22,10 @@ from support.raw_door import (
     end_well,
     fat_contract,
     goes_on,
+    new_keys,
     raw_contract,
 )
-from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_paced
+from support.ssd_kit import CONTRACT, SSD, fetch_all, saved, store_paced
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_lab.harness.engine import contract_of, engine_of

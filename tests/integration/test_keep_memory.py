@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.raw_door import new_keys
 from support.served import back, served
-from support.ssd_kit import new_keys
 
 from kvhearth.results import CommitGroup
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of

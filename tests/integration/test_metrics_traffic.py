@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.cached import BLOCK_TOKENS, CONTRACT, PAGE_BYTES, CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ask, scraped
-from support.ssd_kit import new_keys
+from support.raw_door import new_keys
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.daemon import Daemon, free_port, running_daemon, until
 from support.native import without_native
-from support.ssd_kit import new_keys
+from support.raw_door import new_keys
 
 from kvhearth import native
 from kvhearth.contract import namespace_digest

@@ -15,7 +15,7 @@ import pytest
 from support.browser import Browser, browser
 from support.daemon import Daemon, free_port, running_daemon, until
 from support.http_door import ask
-from support.ssd_kit import new_keys
+from support.raw_door import new_keys
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.transport.web.page import VIEWERS_MAX

@@ -115,6 +115,7 @@ def test_a_key_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert fleet_key(settings).decode() == made.strip()
 
 
+@pytest.mark.usefixtures("restored_logging")
 def test_no_daemon_starts_without_its_fleets_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

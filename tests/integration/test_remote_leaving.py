@@ -6,7 +6,8 @@ from pathlib import Path
 
 from support.cached import cached_engine
 from support.daemon import stopped_daemon
-from support.ssd_kit import SSD, new_keys
+from support.raw_door import new_keys
+from support.ssd_kit import SSD
 
 
 def test_hot_blocks_that_a_small_ssd_drops_reach_the_remote(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from support.cached import CachedEngine, cached_engine
 from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, ask, scraped
-from support.ssd_kit import SSD, new_keys
+from support.raw_door import new_keys
+from support.ssd_kit import SSD
 
 from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.app import run

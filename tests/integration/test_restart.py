@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.raw_door import new_keys
 from support.served import back, served
-from support.ssd_kit import new_keys
 
 from kvhearth.model import FLAG_VERIFY
 from kvhearth.proto.v1 import admin_pb2

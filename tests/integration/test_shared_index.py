@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.native import without_native
-from support.raw_door import RawSession
+from support.raw_door import RawSession, new_keys
 from support.scripted_engine import scripted_engine
 from support.served import served
-from support.ssd_kit import new_keys
 
 from kvhearth import native
 from kvhearth.client import KVClient, connect

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ask, scraped
-from support.ssd_kit import new_keys
+from support.raw_door import new_keys
 
 from kvhearth_lab.harness.engine import Engine, content, contract_of, engine_of
 from kvhearth_server.cli import app

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.ssd_kit import CONTRACT, PAGE, SSD, fetch_all, new_keys, saved, store_all
+from support.raw_door import new_keys
+from support.ssd_kit import CONTRACT, PAGE, SSD, fetch_all, saved, store_all
 
 from kvhearth_lab.harness.engine import Engine, content
 

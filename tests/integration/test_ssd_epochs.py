@@ -15,7 +15,8 @@ from pathlib import Path
 
 from support.daemon import Daemon, stopped_daemon, until
 from support.memory_places import mounted
-from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all
+from support.raw_door import new_keys
+from support.ssd_kit import CONTRACT, SSD, fetch_all, saved, store_all
 
 from kvhearth.results import CommitGroup
 from kvhearth_lab.harness.engine import PAGES, Engine, engine_of

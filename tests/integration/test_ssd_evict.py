@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ask
-from support.ssd_kit import CONTRACT, PAGE, SSD, fetch_all, new_keys, saved, store_all
+from support.raw_door import new_keys
+from support.ssd_kit import CONTRACT, PAGE, SSD, fetch_all, saved, store_all
 
 from kvhearth.contract import namespace_digest
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of

@@ -15,16 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.ssd_kit import (
-    CONTRACT,
-    MEMORY_BLOCKS,
-    SSD,
-    fetch_all,
-    new_keys,
-    saved,
-    store_all,
-    store_paced,
-)
+from support.raw_door import new_keys
+from support.ssd_kit import CONTRACT, MEMORY_BLOCKS, SSD, fetch_all, saved, store_all, store_paced
 from support.tiers import spoil
 
 from kvhearth.contract import namespace_digest

@@ -15,7 +15,8 @@ import pytest
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ANY_PORT, ask
 from support.memory_places import mounted
-from support.ssd_kit import CONTRACT, MEMORY_BLOCKS, SSD, fetch_all, new_keys, store_all
+from support.raw_door import new_keys
+from support.ssd_kit import CONTRACT, MEMORY_BLOCKS, SSD, fetch_all, store_all
 
 from kvhearth_lab.harness.engine import Engine, engine_of
 from kvhearth_lab.torture.damage import segment_files, taken_bytes

@@ -11,7 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 from support.daemon import Daemon, stopped_daemon, until
-from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_paced
+from support.raw_door import new_keys
+from support.ssd_kit import CONTRACT, SSD, fetch_all, saved, store_paced
 
 from kvhearth_lab.harness.engine import PAGES, Engine, engine_of
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.daemon import running_daemon, stopped_daemon, until
-from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, saved, store_all, store_paced
+from support.raw_door import new_keys
+from support.ssd_kit import CONTRACT, SSD, fetch_all, saved, store_all, store_paced
 
 from kvhearth_lab.harness.engine import PAGES, engine_of
 

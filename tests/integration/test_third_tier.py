@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, stopped_daemon, until
-from support.ssd_kit import CONTRACT, SSD, fetch_all, new_keys, store_paced
+from support.raw_door import new_keys
+from support.ssd_kit import CONTRACT, SSD, fetch_all, store_paced
 
 from kvhearth_lab.harness.engine import PAGES, Engine, engine_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.ssd_kit import new_keys
+from support.raw_door import new_keys
 
 from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of

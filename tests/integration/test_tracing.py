@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from support.cached import DONE_S, cached_engine
 from support.collector import Collector, Received, collector
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.raw_door import new_keys
 from support.scripted_engine import BLOCK_TOKENS, ScriptedEngine, scripted_engine
-from support.ssd_kit import new_keys
 
 from kvhearth import tracing
 from kvhearth.errors import KVHearthError

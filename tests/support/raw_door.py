@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
+import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -31,6 +33,7 @@ from kvhearth.wire.handshake import FrameDecoder, encode_frame
 from kvhearth_lab.harness.engine import Engine
 from support.daemon import Daemon, until
 
+_numbers = itertools.count()
 CALL_S = 20.0
 PAGE_BYTES = 16 * 1024
 NEIGHBOUR_S = 20.0
@@ -277,8 +280,9 @@ def new_id() -> int:
 
 
 def new_keys(count: int, key_bytes: int = 32) -> list[bytes]:
-    """Return random keys that no cache has."""
-    return [os.urandom(key_bytes) for _ in range(count)]
+    """Return keys that this process has not made before: random bits, the same in each run."""
+    numbers = itertools.islice(_numbers, count)
+    return [hashlib.shake_256(b"%d" % number).digest(key_bytes) for number in numbers]
 
 
 def say(daemon: Daemon, data: bytes) -> None:

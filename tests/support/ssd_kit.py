@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 from kvhearth_lab.harness.engine import PAGES, Engine, contract_of
@@ -13,11 +12,6 @@ CONTRACT = contract_of(PAGE)
 SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
 MEMORY_BLOCKS = 256
 """Number of blocks that the 16 MiB of a small daemon hold."""
-
-
-def new_keys(count: int) -> list[bytes]:
-    """Return random keys that no cache has."""
-    return [secrets.token_bytes(32) for _ in range(count)]
 
 
 def store_all(engine: Engine, keys: list[bytes]) -> None:

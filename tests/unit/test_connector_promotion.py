@@ -151,7 +151,7 @@ def test_a_closed_cache_waits_for_no_promotion(client: KVClient, daemon: FakeDae
     cache = Cache(client)
     future = begin(cache, 30.0)
     until(lambda: lookups(daemon))
-    time.sleep(0.05)  # the answer arrives
+    until(lambda: client.counters().get("lookup_hit_tokens"), "the answer")
     assert cache.close(5.0)
     assert future.result(0).usable_blocks == 1
     assert ended(daemon)[0] == sorted(request.lease_id for request in lookups(daemon))

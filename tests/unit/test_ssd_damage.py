@@ -328,7 +328,7 @@ def test_what_is_no_regular_file_is_passed_over(copy: Path) -> None:
     with Opened(copy) as desk:
         assert len(desk.load(range(40)).rows(Done)) == 40
         reported = "00000060.segment is no regular file, and 2 more: left alone"
-        assert reasons(desk) == f"{copy}: {reported}"
+        assert f"{copy}: {reported}" in reasons(desk)
         assert desk.tier.counts["segments_lost"] == 0  # type: ignore[attr-defined]
 
 
@@ -353,8 +353,9 @@ class Hanging(Files):
 def test_a_drive_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     files = Hanging(two)
-    with Opened(one, two, files=files, open_s=0.2) as desk:
-        assert f"{two} did not answer in 0.2 s" in reasons(desk)
+    # Long enough for the other one on a busy machine: all of it is waited for.
+    with Opened(one, two, files=files, open_s=3.0) as desk:
+        assert f"{two} did not answer in 3 s" in reasons(desk)
         assert len(desk.tier.parts.failed_places) == 1  # type: ignore[attr-defined]
         assert desk.tier.loads_of_the_dead
         desk.store_all(range(10))
