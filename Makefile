@@ -10,7 +10,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help remotes setup run test test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-all test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -37,15 +37,29 @@ run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daem
 
 # Containers often set it. Each run would then compile the tests anew, and each daemon its modules.
 unexport PYTHONDONTWRITEBYTECODE
-TEST_JOBS ?= 2
-# A file's tests share its daemons, and the long files come first.
-PARALLEL  := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+SUITE := $(BIN)/python tests/suites.py
 
-test: $(VENV)/.ready   ## the default tests: no GPU, no root needed; TEST_JOBS=0 runs them in one process
-	$(BIN)/pytest $(PARALLEL) -m 'not slow and not gpu and not engines' $(TEST_ARGS)
+test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; five minutes; TEST_JOBS=1 runs them in one process
+	$(SUITE) default -m 'not slow' $(TEST_ARGS)
+
+test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daemons, of tools and of documents: ten minutes
+	$(SUITE) system -m 'not slow' $(TEST_ARGS)
+
+test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: SeaweedFS, rclone, Valkey, Redis, Mooncake
+	$(BIN)/pytest -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
+
+# `make test-all TEST_ALL='test-slow bench-ssd'` runs some of them.
+TEST_ALL := check test smoke test-system test-slow test-hostile test-floors test-remotes test-engines test-vllm-suite \
+  bench-local bench-stalls bench-ssd bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft bench-gpu
+
+test-all: ## everything that this machine can run, benches with --quick, and a table of it: hours; before an issue is closed, its parts
+	sh tests/all.sh $(MAKE) $(TEST_ALL)
+
+smoke: $(VENV)/.ready ## what a user installs: the built wheel in an empty environment; store, kill -9, load
+	$(BIN)/python tests/smoke.py
 
 test-slow: $(VENV)/.ready  ## minutes of random clients and kill -9 on real processes; docs/testing.md says how to run longer
-	$(BIN)/pytest $(PARALLEL) -m slow $(TEST_ARGS)
+	$(SUITE) slow -m slow --hypothesis-profile=soak $(TEST_ARGS)
 
 GPU_JSON ?= gpu-run.json
 TORTURE_SEED    ?= 1
@@ -159,12 +173,12 @@ $(FLOORS)/.ready: pyproject.toml $(SUPPLY)/.ready
 	rm -rf $(FLOORS)
 	$(SUPPLY)/bin/uv venv -q --python $(PYTHON) $(FLOORS)
 	$(COMPILE) --resolution lowest-direct --extra server --extra encryption pyproject.toml -o $(FLOORS)/floors.txt
-	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python -r $(FLOORS)/floors.txt hypothesis psutil pytest pytest-timeout pytest-xdist
+	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python -r $(FLOORS)/floors.txt hypothesis psutil pytest pytest-timeout
 	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python --no-deps -e . -e ./lab
 	touch $@
 
 test-floors: $(FLOORS)/.ready ## the lowest versions that pyproject.toml names: unit tests, the CLI, a daemon
-	$(FLOORS)/bin/python -m pytest $(PARALLEL) -p no:cacheprovider -W ignore::DeprecationWarning -m 'not slow and not gpu and not engines' --ignore tests/unit/test_tidy.py tests/unit tests/integration/test_floors.py $(TEST_ARGS)
+	$(FLOORS)/bin/python tests/suites.py floors -p no:cacheprovider -W ignore::DeprecationWarning -m 'not slow' $(TEST_ARGS)
 
 sbom: $(SUPPLY)/.ready ## CycloneDX list of the image's packages: dist/sbom.json
 	mkdir -p dist
@@ -173,7 +187,10 @@ sbom: $(SUPPLY)/.ready ## CycloneDX list of the image's packages: dist/sbom.json
 advisories: $(SUPPLY)/.ready ## known advisories against the image's packages; ADVISORIES_ARGS=--allow-offline where the service is not reached
 	$(SUPPLY)/bin/python deploy/advisories.py deploy/docker/requirements.lock $(ADVISORIES_ARGS)
 
-check: lint types imports proto-check ## everything but the tests
+rules: $(VENV)/.ready ## house rules, and drift of what is generated and checked in
+	$(BIN)/pytest -q tests/unit/test_tidy.py tests/golden/test_generated.py
+
+check: lint types imports proto-check rules ## everything but the tests
 
 WHEELS := $(VENV)-wheels
 

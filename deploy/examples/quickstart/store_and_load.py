@@ -1,4 +1,9 @@
-"""Stores KV blocks in this user's daemon and loads them back; prints why a key would be a miss."""
+"""Stores KV blocks in a daemon and loads them back; prints how to ask why a key is a miss.
+
+Usage: ``store_and_load.py [URL]``; without one, this user's daemon, else the system's.
+"""
+
+import sys
 
 import numpy as np
 
@@ -10,7 +15,8 @@ pages = np.random.default_rng(0).random(
 keys = kvhearth.chain_keys(tokens=range(8 * 16), block_tokens=16)
 contract = kvhearth.contract_for(pages, model="llama-3-8b", revision="main", block_tokens=16)
 
-with kvhearth.open("kvhearth+unix:", contract) as cache:  # this user's daemon, else the system's
+url = sys.argv[1] if sys.argv[1:] else "kvhearth+unix:"
+with kvhearth.open(url, contract) as cache:
     print(cache.lookup(keys).hit_blocks, "of 8 blocks were there")
     stored = cache.store(keys, pages).result()  # a future: the copies run on the cache's thread
     print(stored.stored, "stored,", stored.duplicate, "there already", stored.reason)
