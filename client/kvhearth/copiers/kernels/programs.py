@@ -203,7 +203,9 @@ def decode_fp8(
             normal = ((size << 20) + 0x3C000000).to(tl.float32, bitcast=True)
             value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
             value = tl.where(size == 0x7F, float("nan"), value)
-            value = tl.where(code >= 0x80, -value, value)
+            # By its bit: some versions of Triton negate by 0 - x, which loses the sign of zero.
+            value = value.to(tl.uint32, bitcast=True) | ((code & 0x80) << 24)
+            value = value.to(tl.float32, bitcast=True)
             value = value * (power << 23).to(tl.float32, bitcast=True)[:, None]
             mine = fragments + shard * parts
             _narrowed(mine, run_bytes, element, mask, value, DTYPE)
