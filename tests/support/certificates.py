@@ -12,6 +12,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 _DAY = datetime.timedelta(days=1)
+# From Python 3.13 on, these and the identifiers of keys are required.
+_SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 class Authority:
@@ -26,9 +38,11 @@ class Authority:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _subject(name)
+        self._is_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         made = (
             _builder(self._name, self._name, self._key, days=1)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_SIGNS_CERTIFICATES, critical=True)
             .sign(self._key, hashes.SHA256())
         )
         self.path = folder / f"{name}.pem"
@@ -53,6 +67,7 @@ class Authority:
         made = (
             _builder(_subject(name), self._name, key, days)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(self._is_issuer, critical=False)
             .sign(self._key, hashes.SHA256())
         )
         cert, private = (self._folder / f"{file or name}.{part}" for part in ("crt", "key"))
@@ -84,4 +99,5 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - 10 * _DAY)
         .not_valid_after(now + days * _DAY)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
