@@ -22,8 +22,8 @@ NATIVE := client/kvhearth/native/_kvhearth.so
 $(NATIVE): client/kvhearth/native/build.py $(wildcard client/kvhearth/native/src/*)
 	$(PYTHON) client/kvhearth/native/build.py
 
-# Ordered only: new C sources do not install everything again. The lock has torch's own requirements, so that torch comes
-# alone; there is no resolver, and no build asks an index.
+# Ordered only: new C sources do not install everything again. The lock has torch's requirements, so that torch brings
+# only the libraries of its device; there is no resolver for the others, and no build asks an index.
 $(VENV)/.ready: pyproject.toml lab/pyproject.toml tests/requirements.lock | $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit("KVHearth needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,10 +40,10 @@ unexport PYTHONDONTWRITEBYTECODE
 SUITE := $(BIN)/python tests/suites.py
 
 test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; five minutes; TEST_JOBS=1 runs them in one process
-	$(SUITE) default -m 'not slow' $(TEST_ARGS)
+	$(SUITE) default -m 'not slow and not gpu' $(TEST_ARGS)
 
 test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daemons, of tools and of documents: ten minutes
-	$(SUITE) system -m 'not slow' $(TEST_ARGS)
+	$(SUITE) system -m 'not slow and not gpu' $(TEST_ARGS)
 
 test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: SeaweedFS, rclone, Valkey, Redis, Mooncake
 	$(BIN)/pytest -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
@@ -178,7 +178,7 @@ $(FLOORS)/.ready: pyproject.toml $(SUPPLY)/.ready
 	touch $@
 
 test-floors: $(FLOORS)/.ready ## the lowest versions that pyproject.toml names: unit tests, the CLI, a daemon
-	$(FLOORS)/bin/python tests/suites.py floors -p no:cacheprovider -W ignore::DeprecationWarning -m 'not slow' $(TEST_ARGS)
+	$(FLOORS)/bin/python tests/suites.py floors -p no:cacheprovider -W ignore::DeprecationWarning -m 'not slow and not gpu' $(TEST_ARGS)
 
 sbom: $(SUPPLY)/.ready ## CycloneDX list of the image's packages: dist/sbom.json
 	mkdir -p dist

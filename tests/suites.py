@@ -28,6 +28,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 WEIGHTS = TESTS / "weights.json"
 FLAKY_MAX = 3
+ENDED_S = 10.0
 LOOKED_AT_MAX = 20
 """Most tests that get a second look: with more, the change is broken, not the tests."""
 
@@ -146,7 +147,7 @@ class Shard:
             text=True,
             errors="replace",
         )
-        self._thread = threading.Thread(target=self._follow)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
     def _follow(self) -> None:
@@ -156,8 +157,8 @@ class Shard:
 
     def end(self) -> Recorder:
         """Wait for the process; a process that died is a failure of its own."""
-        self._thread.join()
         code, recorder = self._process.wait(), Recorder()
+        self._thread.join(ENDED_S)  # a process that a test left behind may hold the pipe
         if self._result.exists():
             found = json.loads(self._result.read_text())
             recorder.outcomes, recorder.seconds = found["outcomes"], Counter(found["seconds"])
