@@ -40,7 +40,7 @@ run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daem
 unexport PYTHONDONTWRITEBYTECODE
 SUITE := $(BIN)/python tests/suites.py
 
-test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; five minutes; TEST_JOBS=1 runs them in one process
+test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; four minutes; TEST_JOBS=1 runs them in one process
 	$(SUITE) default -m 'not slow and not gpu' $(TEST_ARGS)
 
 test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daemons, of tools and of documents: ten minutes
@@ -51,7 +51,7 @@ test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: Seaweed
 
 # `make test-all TEST_ALL='test-slow bench-ssd'` runs some of them.
 TEST_ALL := check test smoke test-system test-slow test-hostile test-floors test-remotes test-engines test-vllm-suite \
-  bench-local bench-stalls bench-ssd bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft bench-gpu
+  bench-local bench-stalls bench-ssd bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft
 
 test-all: ## everything that this machine can run, benches with --quick, and a table of it: hours; before an issue is closed, its parts
 	sh tests/all.sh $(MAKE) $(TEST_ALL)
