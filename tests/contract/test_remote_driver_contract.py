@@ -29,6 +29,8 @@ from support.remote_servers import (
 )
 from support.tiers import family, keys_of
 
+from kvhearth_server.tiers.remote.names import LAYOUT
+
 OF = family(length=200_000, shards=2)
 KINDS = [
     "file",
@@ -269,7 +271,7 @@ def test_bits_that_flip_at_rest_are_found(remote: Remote, desk: MoverDesk) -> No
         pytest.skip("its values are not files")
     desk.put([0], OF)
     desk.put([1], OF)
-    folder = remote.servers[0].folder / "data" / "bucket" / "kv" / "1"
+    folder = remote.servers[0].folder / "data" / "bucket" / "kv" / LAYOUT
     for path in (each for each in folder.glob("*/*") if each.stat().st_size > 300_000):
         whole = bytearray(path.read_bytes())
         whole[200_000] ^= 1

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xxhash
 
-from kvhearth.model import CHECKSUM_BYTES, U8
 from kvhearth_server.tiers.base import BlockSpec, Corrupt, Missing
+from kvhearth_server.tiers.remote.helper.sealing import Sealer
 from kvhearth_server.tiers.remote.names import (
     fleet_mark,
     is_object_name,
@@ -22,54 +21,72 @@ from kvhearth_server.tiers.remote.names import (
     space_name,
 )
 from kvhearth_server.tiers.remote.record import (
-    Doubt,
+    HEADER_BYTES,
     Head,
     Name,
-    heads_of,
-    payload_offset,
-    read_head,
-    read_heads,
+    Suspect,
     record_bytes,
 )
 
 FILE = Path(__file__).parent / "remote_record.hex"
 FLEET_KEY = bytes(range(32))
 SPACE = space_name(FLEET_KEY, "team-a", '{"model":"m"}', "weights 1", 2)
-FAMILY = BlockSpec(bytes(32), 2, 7, 100, 2)
-NAME = Name(SPACE, FAMILY, hashlib.sha256(b"key").digest())
+SPEC = BlockSpec(bytes(32), 2, 7, 100, 2)
+NAME = Name(SPACE, SPEC, hashlib.sha256(b"key").digest())
 PARENT = hashlib.sha256(b"parent").digest()
 SHARDS = [bytes([number]) * 100 for number in (1, 2)]
+CHECKSUMS = b"".join(map(xxhash.xxh3_128_digest, SHARDS))
 
 
-def record() -> U8:
+def record(checksums: bytes = CHECKSUMS, fleet_key: bytes = FLEET_KEY) -> bytearray:
     """Return a record of two shards."""
-    made = np.zeros(record_bytes(FAMILY), np.uint8)
-    sums = [xxhash.xxh3_128_digest(shard) for shard in SHARDS]
-    checksums = np.array([sums], f"V{CHECKSUM_BYTES}")
-    (head,) = heads_of(SPACE, FAMILY, [NAME.key], checksums, [PARENT])
-    made[:] = np.frombuffer(b"".join([head, *SHARDS]), np.uint8)
+    made = bytearray(record_bytes(SPEC))
+    sealer = Sealer(fleet_key, random=lambda count: bytes(range(200, 200 + count)))
+    sealer.seal(NAME, PARENT, checksums, list(map(memoryview, SHARDS)), memoryview(made))
     return made
 
 
+def opened(
+    data: bytes, name: Name = NAME, fleet_key: bytes = FLEET_KEY
+) -> tuple[Head | Suspect, list[bytearray]]:
+    """Open a record; return what was found, and the shards."""
+    shards = [bytearray(name.family.length) for _ in range(name.family.shards)]
+    found = Sealer(fleet_key).open(name, memoryview(data), list(map(memoryview, shards)))
+    return found, shards
+
+
 def test_what_is_written_is_what_was_written() -> None:
-    assert record().tobytes() == bytes.fromhex(FILE.read_text().strip())
+    assert record() == bytes.fromhex(FILE.read_text().strip())
 
 
 def test_what_was_written_is_read() -> None:
-    head = read_head(np.frombuffer(bytes.fromhex(FILE.read_text().strip()), np.uint8), NAME)
-    assert isinstance(head, Head)
-    assert read_heads([record()] * 2, SPACE, FAMILY, [NAME.key] * 2) == [head] * 2
-    assert head.parent == PARENT
-    assert head.checksums == b"".join(map(xxhash.xxh3_128_digest, SHARDS))
+    found = opened(bytes.fromhex(FILE.read_text().strip()))
+    assert found == (Head(CHECKSUMS, PARENT), SHARDS)
+
+
+def test_nothing_of_a_block_is_in_the_open() -> None:
+    for plain in (NAME.key, PARENT, *SHARDS, xxhash.xxh3_128_digest(SHARDS[0])):
+        assert plain[:16] not in record()
+
+
+def test_each_record_has_its_own_nonce() -> None:
+    made = [bytearray(record_bytes(SPEC)) for _ in range(2)]
+    for each in made:
+        Sealer(FLEET_KEY).seal(
+            NAME, PARENT, CHECKSUMS, list(map(memoryview, SHARDS)), memoryview(each)
+        )
+    assert made[0][:16] == made[1][:16]
+    assert made[0][16:28] != made[1][16:28]
+    assert made[0][HEADER_BYTES:] != made[1][HEADER_BYTES:]
 
 
 def test_names_are_what_they_were() -> None:
     assert SPACE == "4c6bcc9b644ca78f688aaf7cd8e26e0b"
     name = object_name(FLEET_KEY, SPACE, NAME.key)
-    assert name == f"1/{SPACE}/508dd8a397b8760e5c4ea002039e4814"
+    assert name == f"2/{SPACE}/508dd8a397b8760e5c4ea002039e4814"
     assert is_object_name(name)
     digits = "7c3fa8eed56f179000c7a3b38bc81cbb2231c95cba1e8a8b801484c82fc74e62"
-    assert fleet_mark(FLEET_KEY).decode() == f"kvhearth fleet 1 {digits}\n"
+    assert fleet_mark(FLEET_KEY).decode() == f"kvhearth fleet 2 {digits}\n"
 
 
 def test_every_part_of_a_name_counts() -> None:
@@ -83,41 +100,49 @@ def test_every_part_of_a_name_counts() -> None:
         (FLEET_KEY, "a{", "}", "l", 0),
     ]
     assert len({space_name(*each) for each in (base, *others)}) == 1 + len(others)
-    assert not any(map(is_object_name, ("", "1/x/y", "2" + NAME.space, f"1/{SPACE}", "1/fleet")))
+    others_names = ("", "2/x/y", "1" + NAME.space, f"2/{SPACE}", "2/fleet", f"1/{SPACE}/{SPACE}")
+    assert not any(map(is_object_name, others_names))
 
 
-@pytest.mark.parametrize("at", [*range(payload_offset(2) - 32), 287])
-def test_every_flipped_bit_of_the_head_is_found(at: int) -> None:
-    changed = record()
-    changed[at] ^= 16
-    found = read_head(changed, NAME)
-    assert isinstance(found, Doubt)
-    assert read_heads([changed], SPACE, FAMILY, [NAME.key]) == [found]
-    foreign = at < 6
-    assert found.outcome == (Missing() if foreign else Corrupt("remote"))
+def test_every_flipped_bit_is_found() -> None:
+    for at in range(len(record())):
+        changed = record()
+        changed[at] ^= 16
+        assert opened(changed)[0] is (Suspect.FOREIGN if at < 16 else Suspect.ALTERED), at
+
+
+def test_others_objects_are_left_alone() -> None:
+    assert [each.outcome for each in Suspect] == [Missing(), Corrupt("remote"), Corrupt("remote")]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        Name(space_name(FLEET_KEY, "b", "", "", 2), FAMILY, NAME.key),
-        Name(SPACE, FAMILY, NAME.key[:-1]),
-        Name(SPACE, FAMILY, bytes(32)),
+        Name(space_name(FLEET_KEY, "b", "", "", 2), SPEC, NAME.key),
+        Name(SPACE, SPEC, NAME.key[:-1]),
+        Name(SPACE, SPEC, bytes(32)),
         Name(SPACE, BlockSpec(bytes(32), 3, 7, 100, 2), NAME.key),
         Name(SPACE, BlockSpec(bytes(32), 2, 7, 200, 1), NAME.key),
+        Name(SPACE, BlockSpec(bytes(32), 2, 7, 184, 1), NAME.key),
     ],
 )
-def test_another_block_is_misplaced(name: Name) -> None:
-    assert read_head(record(), name) is Doubt.MISPLACED
-    assert read_heads([record()], name.space, name.family, [name.key]) == [Doubt.MISPLACED]
+def test_a_record_opens_under_its_own_name_only(name: Name) -> None:
+    assert opened(record(), name)[0] is Suspect.ALTERED
 
 
-def test_other_lengths_are_damage() -> None:
-    for size in (300, 256, 4):
-        assert read_head(record()[:size], NAME) is Doubt.DAMAGED
-    assert read_head(np.append(record(), np.uint8(0)), NAME) is Doubt.DAMAGED
-    assert read_head(np.zeros(0, np.uint8), NAME) is Doubt.FOREIGN
+def test_other_keys_lengths_and_versions_are_found() -> None:
+    assert opened(record(fleet_key=bytes(32)))[0] is Suspect.ALTERED
+    for data in (record()[:-1], record() + b"\0", b"", bytes(300)):
+        assert opened(data)[0] is Suspect.ALTERED
+    assert opened(bytes(record_bytes(SPEC)))[0] is Suspect.FOREIGN
+    former = record()
+    former[4] = 1
+    assert opened(former)[0] is Suspect.FOREIGN
+
+
+def test_bytes_that_changed_under_way_are_torn() -> None:
+    assert opened(record(checksums=bytes(32)))[0] is Suspect.TORN
 
 
 if __name__ == "__main__":
-    FILE.write_text(record().tobytes().hex() + "\n")
+    FILE.write_text(record().hex() + "\n")

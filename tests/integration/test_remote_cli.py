@@ -16,6 +16,7 @@ from kvhearth_server.config.load import load_settings
 from kvhearth_server.tier_startup import fleet_key
 from kvhearth_server.tiers.remote.helper.drivers.base import Refused
 from kvhearth_server.tiers.remote.lifecycle import lifecycle_rule
+from kvhearth_server.tiers.remote.names import LAYOUT
 from kvhearth_server.tiers.remote.url import parse_remote
 
 pytest.importorskip("obstore")
@@ -28,12 +29,12 @@ def folder(tmp_path: Path) -> Path:
     path.mkdir()
     with mover_desk(f"file://{path}") as desk:
         desk.up().put(range(4))
-    old = sorted((path / "1" / SPACE).iterdir())[0]
+    old = sorted((path / LAYOUT / SPACE).iterdir())[0]
     os.utime(old, (1_000_000_000, 1_000_000_000))
     (path / "theirs.txt").write_text("somebody else's")
-    (path / "1" / "notes").write_text("somebody else's")
-    (path / "1" / "probe-0123").write_text("left behind")
-    os.utime(path / "1" / "probe-0123", (1_000_000_000, 1_000_000_000))
+    (path / LAYOUT / "notes").write_text("somebody else's")
+    (path / LAYOUT / "probe-0123").write_text("left behind")
+    os.utime(path / LAYOUT / "probe-0123", (1_000_000_000, 1_000_000_000))
     return path
 
 
@@ -45,7 +46,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
 
 
 def blocks(folder: Path) -> int:
-    place = folder / "1" / SPACE
+    place = folder / LAYOUT / SPACE
     return len(list(place.iterdir())) if place.is_dir() else 0
 
 
@@ -64,8 +65,8 @@ def test_sweep_removes_old_blocks_only(folder: Path, capsys: pytest.CaptureFixtu
     assert said(capsys, *words)["removed"] == 1
     assert blocks(folder) == 3
     assert said(capsys, *words)["removed"] == 0
-    assert not (folder / "1" / "probe-0123").exists()
-    assert (folder / "1" / "notes").exists()
+    assert not (folder / LAYOUT / "probe-0123").exists()
+    assert (folder / LAYOUT / "notes").exists()
 
 
 def test_purge_leaves_what_others_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,12 +74,12 @@ def test_purge_leaves_what_others_made(folder: Path, capsys: pytest.CaptureFixtu
     assert run(list(words)) == 2, "without --yes"
     assert blocks(folder) == 4
     assert said(capsys, *words, "--yes", "--space", "0" * 32)["removed"] == 0
-    assert (folder / "fleet-1").exists()
+    assert (folder / "fleet-2").exists()
     assert said(capsys, *words, "--yes")["removed"] == 4
     assert blocks(folder) == 0
     assert (folder / "theirs.txt").exists()
-    assert (folder / "1" / "notes").exists()
-    assert not (folder / "fleet-1").exists(), "nobody's any more"
+    assert (folder / LAYOUT / "notes").exists()
+    assert not (folder / "fleet-2").exists(), "nobody's any more"
 
 
 def test_a_remote_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,9 +151,9 @@ def test_a_rule_for_each_kind_of_bucket() -> None:
     assert "--bucket bucket" in rule
     text = rule.partition("--lifecycle-configuration ")[2].strip("'")
     (found,) = json.loads(text)["Rules"]
-    assert (found["Filter"], found["Expiration"]) == ({"Prefix": "a/b/1/"}, {"Days": 3})
+    assert (found["Filter"], found["Expiration"]) == ({"Prefix": "a/b/2/"}, {"Days": 3})
     assert '"age": 7' in lifecycle_rule(parse_remote("gs://bucket"))
-    assert "c/1/" in lifecycle_rule(parse_remote("az://c?account=a"))
+    assert "c/2/" in lifecycle_rule(parse_remote("az://c?account=a"))
 
 
 def test_rdma_that_this_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from support.daemon import stopped_daemon
 from support.raw_door import new_keys
 from support.ssd_kit import SSD
 
+from kvhearth_server.tiers.remote.names import LAYOUT
+
 
 def test_hot_blocks_that_a_small_ssd_drops_reach_the_remote(tmp_path: Path) -> None:
     (remote := tmp_path / "remote").mkdir()
@@ -30,4 +32,4 @@ def test_hot_blocks_that_a_small_ssd_drops_reach_the_remote(tmp_path: Path) -> N
                 if published >= 8:
                     break
         assert published >= 8, "memory and SSD are full by now"
-        assert len(list((remote / "1").rglob("*"))) > 8
+        assert len(list((remote / LAYOUT).rglob("*"))) > 8

@@ -15,6 +15,7 @@ from support.tiers import LENGTH, family, key_of, keys_of
 
 from kvhearth_server.tiers.base import Refusal, Throttled
 from kvhearth_server.tiers.remote.mover import Exists
+from kvhearth_server.tiers.remote.names import LAYOUT
 
 pytest.importorskip("obstore")
 
@@ -71,7 +72,7 @@ def test_a_slot_that_changed_is_not_published(desk: MoverDesk) -> None:
 
 
 def objects(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / "1" / SPACE).iterdir() if path.is_file())
+    return sorted(path for path in (folder / LAYOUT / SPACE).iterdir() if path.is_file())
 
 
 def test_flipped_bits_and_other_objects_are_found(desk: MoverDesk, folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cached import CachedEngine, cached_engine
+from support.cached import PAGE_BYTES, CachedEngine, cached_engine, computed
 from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, ask, scraped
 from support.raw_door import new_keys
@@ -87,6 +87,41 @@ def test_one_daemon_loads_what_another_one_published(tmp_path: Path) -> None:
         one.kill()
         one.start()
         comes(one, keys)
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Give two records each other's names."""
+    one, two = first.read_bytes(), second.read_bytes()
+    first.write_bytes(two)
+    second.write_bytes(one)
+
+
+def test_what_others_write_to_a_bucket_is_not_believed_and_told(tmp_path: Path) -> None:
+    keys, folder = new_keys(6), tmp_path / "shared"
+    with pair(folder, http=ANY_PORT) as (one, other):
+        with cached_engine(one.url()) as engine:
+            engine.store(keys)
+            published(one, len(keys))
+        records = [each for each in folder.rglob("*") if each.stat().st_size > PAGE_BYTES]
+        whole = [each.read_bytes() for each in records]
+        assert len(records) == len(keys)
+        assert not any(computed([key])[0].tobytes() in data for key in keys for data in whole)
+        exchange(records[0], records[1])
+        records[2].write_bytes(b"none of ours".ljust(len(whole[2])))
+        for record, data in zip(records[3:], whole[3:], strict=True):
+            record.write_bytes(data[:-PAGE_BYTES] + bytes(PAGE_BYTES))
+        with cached_engine(other.url()) as engine:
+            until(
+                lambda: (
+                    not loaded(engine, keys)
+                    and b"not as this fleet wrote them" in ask(other, "/readyz?verbose").body
+                ),
+                "no block comes, and that is told",
+            )
+        found = scraped(other)
+        name = f'kvhearth_remote_blocks_total{{remote="file://{folder}",outcome='
+        assert f'{name}"altered"}} 0' not in found
+        assert f'{name}"loaded"}} 0' in found
 
 
 def test_blocks_are_published_when_they_are_used_again(tmp_path: Path) -> None:

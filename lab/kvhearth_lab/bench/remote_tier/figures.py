@@ -42,6 +42,9 @@ def figures_of(driver: str) -> list[Figure]:
         Figure("vs_plain_put", "puts, of the driver's in a plain loop", ">=", 0.9),
         Figure("vs_plain_get", "gets, of the driver's in a plain loop", ">=", 0.9),
         Figure("cpu_s_per_gb", "processor time beyond the plain loop's, s/GB", "<=", 0.15),
+        Figure("copy_gb_s", "records in the open on one thread: copied and summed, GB/s"),
+        Figure("seal_gb_s", "sealed, GB/s"),
+        Figure("open_gb_s", "opened, GB/s"),
     ]
 
 

@@ -64,7 +64,7 @@ async def serve(url: str, size: int, count: int) -> None:
     sys.setswitchinterval(SWITCH_S)
     for line in sys.stdin:
         if line.strip() == "put":
-            names = [f"1/{secrets.token_hex(16)}/{secrets.token_hex(16)}" for _ in range(count)]
+            names = [f"2/{secrets.token_hex(16)}/{secrets.token_hex(16)}" for _ in range(count)]
         began, cpu = time.perf_counter(), time.process_time()
         if line.strip() == "put":
             _put(driver, pool, names, views[:count])

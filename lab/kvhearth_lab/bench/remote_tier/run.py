@@ -31,6 +31,7 @@ from kvhearth_lab.bench.remote_tier.figures import (
     figures_of,
 )
 from kvhearth_lab.bench.remote_tier.lookups import lookup_part
+from kvhearth_lab.bench.remote_tier.sealing import sealing_part
 from kvhearth_lab.bench.report import machine, missed, steps
 from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment
@@ -297,6 +298,7 @@ def run(sizes: Sizes, urls: Mapping[str, str], valkey: Path | None = None) -> di
             for name, url in {"null": null, **started, **urls}.items():
                 for size in sizes.blocks:
                     values = _measure(url, size, sizes.rounds, raw)
+                    values |= sealing_part(size, sizes.rounds)
                     key = f"{name}_{size >> 10}k"
                     found[key] = values
                     short += [f"{key}.{each}" for each in missed(values, figures_of(name))]

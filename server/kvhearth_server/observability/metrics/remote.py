@@ -13,7 +13,9 @@ _BLOCKS = {
     "published": "stored_blocks",
     "present": "stores_present",
     "loaded": "loaded_blocks",
-    "corrupt": "corrupt_blocks",
+    "altered": "mover_altered",
+    "foreign": "mover_foreign",
+    "torn": "mover_torn",
     "late": "loads_too_late",
 }
 _FAILURES = ("denied", "io", "no_space", "timeout", "unreachable")
@@ -128,9 +130,11 @@ REMOTE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_remote_blocks_total",
-        "Blocks by outcome: published, present (known to be there, not sent), loaded, corrupt "
-        "(wrong bytes, deleted), late (not loaded: the caller would not have waited).",
-        "What the remote brings. Alert: any corrupt one.",
+        "Blocks by outcome: published, present (known to be there, not sent), loaded, late (not "
+        "loaded: the caller would not have waited), or why a record was not believed: altered "
+        "(another block's, changed, cut off or sealed without the fleet's key; deleted), torn "
+        "(its bytes changed while it was made; deleted), foreign (none of ours; left alone).",
+        "What the remote brings. Alert: any altered, torn or foreign one.",
         _by_word(_BLOCKS),
         ("remote", "outcome"),
         unit="blocks",

@@ -11,8 +11,8 @@ import hmac
 import secrets
 from collections.abc import Sequence
 
-LAYOUT = "1"
-"""Version of the names' layout, a part of every name."""
+LAYOUT = "2"
+"""Version of names and records, a part of every name: records of another one are never found."""
 FLEET_KEY_BYTES_MIN = 16
 SPACE_BYTES = 16
 _KEY_BYTES = 16
@@ -41,7 +41,7 @@ def space_name(fleet_key: bytes, tenant: str, contract_json: str, label: str, gr
 
 
 def object_name(fleet_key: bytes, space: str, key: bytes) -> str:
-    """Return the name of a block below a remote's prefix: ``1/SPACE/KEY``."""
+    """Return the name of a block below a remote's prefix: ``2/SPACE/KEY``."""
     return object_names(fleet_key, space, [key])[0]
 
 
@@ -81,7 +81,8 @@ def is_object_name(name: str) -> bool:
 
 def fleet_mark(fleet_key: bytes) -> bytes:
     """Return the content of the object ``MARK_NAME``, which tells a daemon with another key."""
-    return b"kvhearth fleet 1 " + _mac(fleet_key, b"kvhearth fleet mark").hex().encode() + b"\n"
+    mark = _mac(fleet_key, b"kvhearth fleet mark").hex()
+    return f"kvhearth fleet {LAYOUT} {mark}\n".encode()
 
 
 def is_probe_name(name: str) -> bool:

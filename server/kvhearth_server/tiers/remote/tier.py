@@ -52,6 +52,7 @@ from kvhearth_server.tiers.remote.breaker import Breaker
 from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
 from kvhearth_server.tiers.remote.names import space_name
+from kvhearth_server.tiers.remote.record import Suspect
 from kvhearth_server.tiers.remote.search import Searches, failures, unknown, unknown_of_window
 
 READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
@@ -59,6 +60,8 @@ READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
 BATCH_BLOCKS_MAX = 512
 START_S = 2.0
 """Time that a helper process may take to start before that is a problem."""
+SUSPECT_S = 3600.0
+"""Time for which records that were not believed are a problem."""
 _PAGE_BYTES = 4096
 _RTT_S = 0.02
 """Time of a request before the first one was measured."""
@@ -153,6 +156,7 @@ class RemoteTier(Tier):
         self._round_trip_s, self._bytes_per_s = _RTT_S, _BYTES_PER_S
         self._seconds: dict[str, float] = {}
         self._trouble: deque[str] = deque(maxlen=1)
+        self._suspected, self._suspected_at = 0, 0.0
         self._is_up = mover.state.up
         self._up_at = clock()
         """Time at which the mover ran, or should have started."""
@@ -416,7 +420,6 @@ class RemoteTier(Tier):
     def _remove_wrong(self, load: _Batch, rows: I64) -> None:
         """Delete blocks with wrong bytes, so that nobody reads them again."""
         keys = [load.batch.keys[row] for row in rows.tolist()]
-        self.counts.add("corrupt_blocks", len(keys))
         self._cache.note(load.hashes[rows], False, self._clock())
         self._delete(load.batch.family, keys)
 
@@ -565,7 +568,21 @@ class RemoteTier(Tier):
         if state.up and state.problem:
             text = f"remote {self.label}: {state.problem}"
             return {Kind(self.label, "misconfigured", REMOTE): text}
-        return {}
+        return self._suspects(state.counts)
+
+    def _suspects(self, counts: Mapping[str, int]) -> Mapping[Kind, str]:
+        """Return a problem if records were not believed within the last ``SUSPECT_S``."""
+        found, now = sum(counts.get(each, 0) for each in Suspect), self._clock()
+        if found > self._suspected:
+            self._suspected, self._suspected_at = found, now
+        if not found or now - self._suspected_at >= SUSPECT_S:
+            return {}
+        how = ", ".join(f"{counts[each]} {each}" for each in Suspect if counts.get(each))
+        text = (
+            f"remote {self.label}: records are not as this fleet wrote them ({how}); they count as "
+            "misses; see who else can write there"
+        )
+        return {Kind(self.label, "suspect", REMOTE): text}
 
     def remote_figures(self) -> list[RemoteFigures]:
         state, kinds = self.mover.state, [kind for kind, _, _ in self._ended.values()]

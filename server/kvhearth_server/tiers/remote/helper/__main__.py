@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import os
 import socket
 import sys
@@ -12,8 +13,6 @@ from kvhearth_server.child import begin
 from kvhearth_server.observability import logs
 from kvhearth_server.tiers.remote.frames import encode
 from kvhearth_server.tiers.remote.helper.drivers.base import Driver, Refused
-from kvhearth_server.tiers.remote.helper.memory import Memory
-from kvhearth_server.tiers.remote.helper.service import Service
 from kvhearth_server.tiers.remote.url import RemoteUrl, parse_remote
 
 SWITCH_S = 0.0005
@@ -21,12 +20,13 @@ _SERVERS = ("valkey", "valkeys", "mooncake")
 
 
 def open_driver(url: RemoteUrl) -> Driver:
-    """Open the remote that a URL names, by the library of its scheme.
+    """Open the remote that a URL names, by the library of its scheme. Records need one, too.
 
     Raises:
         Refused: its library is not installed, or it cannot be opened as the URL says.
     """
     try:
+        importlib.import_module("cryptography")
         if url.scheme in ("valkey", "valkeys"):
             from kvhearth_server.tiers.remote.helper.drivers.valkey import ValkeyDriver
 
@@ -60,6 +60,9 @@ async def serve(message: dict[str, object]) -> None:
         frame = encode({"kind": "state", "problem": str(error), "caps": None})
         await asyncio.get_running_loop().sock_sendall(connection, frame)
         return
+    from kvhearth_server.tiers.remote.helper.memory import Memory
+    from kvhearth_server.tiers.remote.helper.service import Service
+
     memory = Memory([(fd, size) for fd, size in regions], int(str(message["staging_bytes"])))
     driver.attach(memory.staging)
     await Service(connection, driver, memory, fleet_key, url.place).run()

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records, checksum_of
-from kvhearth.native.blocks import BlockMover, address_of, block_mover
+from kvhearth.model import U8, checksum_of
+from kvhearth.native.blocks import address_of
 from kvhearth.shared_memory import MADV_POPULATE_WRITE, SharedMapping, advise
-from kvhearth_server.tiers.base import BlockSpec
+from kvhearth_server.tiers.remote.helper.sealing import Sealer
 from kvhearth_server.tiers.remote.mover import Get, Put
-from kvhearth_server.tiers.remote.record import (
-    Doubt,
-    Head,
-    heads_of,
-    payload_offset,
-    read_heads,
-)
+from kvhearth_server.tiers.remote.record import Head, Name, Suspect, record_bytes
 
 _HUGE_BYTES = 2 << 20
 _MAP_HUGETLB = 0x40000
-_BOOLS = npt.NDArray[np.bool_]
 
 
 def _staging(size: int) -> U8:
@@ -56,12 +47,10 @@ class Memory:
     """
 
     def __init__(self, regions: Sequence[tuple[int, int]], staging_bytes: int) -> None:
-        self._regions = [np.asarray(SharedMapping(fd, size)) for fd, size in regions]
-        self._starts = np.array([address_of(region) for region in self._regions], np.int64)
-        self._sizes = np.array([len(region) for region in self._regions], np.int64)
+        self._views = [np.asarray(SharedMapping(fd, size)).data for fd, size in regions]
+        self._sizes = np.array([len(view) for view in self._views], np.int64)
         self._least = min(self._sizes.tolist(), default=0)
         self._staging = _staging(staging_bytes)
-        self._movers: dict[int, BlockMover | None] = {}
 
     @property
     def staging(self) -> memoryview:
@@ -95,77 +84,31 @@ class Memory:
         if not (known & (offset >= 0) & (offset <= ends)).all():
             raise ValueError("a place is outside the arena")
 
-    def write_heads(self, request: Put, offsets: Sequence[int]) -> None:
-        """Write the start of each of a request's records to its place in staging."""
-        heads = heads_of(
-            request.space, request.family, request.keys, request.checksums, request.parents
-        )
-        view = self._staging.data
-        for offset, head in zip(offsets, heads, strict=True):
-            view[offset : offset + len(head)] = head
-
-    def stage(self, request: Put, offsets: Sequence[int], rows: range) -> _BOOLS:
-        """Copy blocks from their slots to staging.
+    def seal(self, sealer: Sealer, request: Put, offsets: Sequence[int], row: int) -> bool:
+        """Seal a block from its slots into its place in staging.
 
         Returns:
-            Whether each had the bytes of its checksums, shape (rows,).
+            Whether the slots had the bytes of its checksums; only then the record is made.
         """
-        some = slice(rows.start, rows.stop)
-        records = address_of(self._staging) + np.array(offsets[some], np.int64)
-        found = self._copy(request.family, records, request.places[some], to_slots=False)
-        wanted = np.ascontiguousarray(request.checksums[some]).view(np.uint8)
-        same: _BOOLS = (found.reshape(len(rows), -1) == wanted.reshape(len(rows), -1)).all(axis=1)
-        return same
+        shards, checksums = self._slots(request, row), request.checksums[row].tobytes()
+        if b"".join(map(checksum_of, shards)) != checksums:
+            return False
+        into = self.staged(offsets[row], record_bytes(request.family))
+        sealer.seal(_name(request, row), request.parents[row], checksums, shards, into)
+        return True
 
-    def unstage(
-        self, request: Get, rows: Sequence[int], records: Sequence[U8]
-    ) -> list[Head | Doubt]:
-        """Verify records, copying their blocks to the slots of ``rows`` in the same pass.
+    def open(self, sealer: Sealer, request: Get, row: int, record: memoryview) -> Head | Suspect:
+        """Verify a record and put its block into its slots; see ``Sealer.open``."""
+        return sealer.open(_name(request, row), record, self._slots(request, row))
 
-        Returns:
-            The header of each. After a doubt its slots' bytes are undefined.
-        """
-        family = request.family
-        heads = read_heads(records, request.space, family, [request.keys[row] for row in rows])
-        good = [number for number, head in enumerate(heads) if isinstance(head, Head)]
-        if not good:
-            return heads
-        at = np.array([address_of(records[number]) for number in good], np.int64)
-        places = request.places[[rows[number] for number in good]]
-        found = self._copy(family, at, places, to_slots=True).tobytes()
-        wanted = [head.checksums for head in heads if isinstance(head, Head)]
-        if found == b"".join(wanted):
-            return heads
-        size = family.shards * CHECKSUM_BYTES
-        for turn, number in enumerate(good):
-            if found[turn * size : (turn + 1) * size] != wanted[turn]:
-                heads[number] = Doubt.TORN
-        return heads
-
-    def _copy(self, family: BlockSpec, records: I64, places: Records, *, to_slots: bool) -> U8:
-        """Copy the shards of records at addresses to their slots, or back; return the checksums of
-        their bytes, shape (n * shards, 16).
-        """
-        length = family.length
-        within = payload_offset(family.shards) + length * np.arange(family.shards)
-        shards = (records[:, None] + within).ravel()
-        slots = (self._starts[places["region"]] + places["offset"].astype(np.int64)).ravel()
-        if length not in self._movers:
-            # Pages one byte apart are addresses.
-            self._movers[length] = block_mover([(0, 1, length)])
-        mover = self._movers[length]
-        if mover is not None:
-            _, sums = mover.move(shards, slots, to_slots=to_slots, sums=True)
-            assert sums is not None
-            return sums
-        return _copy_plainly(shards, slots, length, to_slots=to_slots)
+    def _slots(self, request: Get, row: int) -> list[memoryview]:
+        """Return the bytes of a block's slots."""
+        length = request.family.length
+        return [
+            self._views[region][offset : offset + length]
+            for region, _, offset in request.places[row].tolist()
+        ]
 
 
-def _copy_plainly(shards: I64, slots: I64, length: int, *, to_slots: bool) -> U8:
-    """Copy and checksum without the native module."""
-    sums = bytearray()
-    for shard, slot in zip(shards.tolist(), slots.tolist(), strict=True):
-        source, target = (shard, slot) if to_slots else (slot, shard)
-        ctypes.memmove(target, source, length)
-        sums += checksum_of((ctypes.c_char * length).from_address(target))
-    return np.frombuffer(sums, np.uint8).reshape(-1, CHECKSUM_BYTES)
+def _name(request: Get, row: int) -> Name:
+    return Name(request.space, request.family, request.keys[row])

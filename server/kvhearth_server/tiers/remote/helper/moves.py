@@ -1,8 +1,7 @@
 """Batches of blocks on their way between the arena and a remote: what a helper's threads do.
 
-A thread that got a portion also verifies and copies it, while its bytes are in the processor's
-cache. What is done for each block in Python is as little as possible: at 256 KiB a block passes in
-a hundred microseconds.
+Some threads seal a batch's portions, others put those that are sealed. A thread that got a portion
+also opens it, while its bytes are in the processor's cache.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from queue import SimpleQueue
 import numpy as np
 
 from kvhearth.failpoints import hit
-from kvhearth.model import CHECKSUM_BYTES, U8
+from kvhearth.model import CHECKSUM_BYTES
 from kvhearth.worker_thread import SupervisedThread
 from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
 from kvhearth_server.tiers.remote.frames import Results, Work
 from kvhearth_server.tiers.remote.helper.drivers.base import Driver
 from kvhearth_server.tiers.remote.helper.memory import Memory
+from kvhearth_server.tiers.remote.helper.sealing import Sealer
 from kvhearth_server.tiers.remote.mover import Get, Put
-from kvhearth_server.tiers.remote.record import Doubt, record_bytes
+from kvhearth_server.tiers.remote.record import Suspect, record_bytes
 
-_DONE: Outcome = Done()
+_SEALING_THREADS = 2
 _FAILED: Outcome = Failed(Failure.IO)
 Ended = Callable[[Work, Results, Counter[str]], None]
 
@@ -36,14 +36,22 @@ class Movers:
 
     Args:
         cancelled: whether a ticket's request was given up.
+        copied: called in a thread once the slots of a put may change.
         ended: called in a thread with the results of a batch and its counts.
     """
 
     def __init__(
-        self, driver: Driver, memory: Memory, cancelled: Callable[[int], bool], ended: Ended
+        self,
+        driver: Driver,
+        memory: Memory,
+        sealer: Sealer,
+        cancelled: Callable[[int], bool],
+        copied: Callable[[Work], None],
+        ended: Ended,
     ) -> None:
-        self._driver, self._memory = driver, memory
-        self._cancelled, self._ended = cancelled, ended
+        self._driver, self._memory, self._sealer = driver, memory, sealer
+        self._cancelled, self._copied, self._ended = cancelled, copied, ended
+        self._sealing = _Threads("kvhearth-sealing", _SEALING_THREADS)
         self._putting = _Threads("kvhearth-putting", driver.parallel)
         self._getting = _Threads("kvhearth-getting", driver.parallel)
 
@@ -54,27 +62,33 @@ class Movers:
         return [range(at, min(at + step, count)) for at in range(0, count, step)]
 
     def put(self, work: Work, request: Put, names: list[str]) -> None:
-        """Stage a batch; what is staged is on its way while more is copied. When this returns, the
-        slots may change.
+        """Begin to seal a batch; what is sealed is on its way while more is.
 
         Raises:
             ValueError: a place is outside the arena.
         """
-        memory, offsets = self._memory, work.offsets
-        memory.check(request)
-        memory.write_heads(request, offsets)
+        self._memory.check(request)
         portions = self._portions(record_bytes(request.family), len(names))
         batch = _Batch(work, len(portions), self._ended)
-        send = partial(self._send, names)
         for rows in portions:
-            good = list(rows)
-            whole = memory.stage(request, offsets, rows)
-            hit("mover.staged")
-            if not whole.all():
-                good = [row for row, same in zip(rows, whole.tolist(), strict=True) if same]
-                for row in set(rows).difference(good):
+            self._sealing.run(partial(self._seal, names, batch, rows))
+
+    def _seal(self, names: list[str], batch: _Batch, rows: Sequence[int]) -> None:
+        """Seal a portion. The slots may change before the last one is on its way."""
+        work, good = batch.work, list[int]()
+        request = work.request
+        assert isinstance(request, Put)
+        try:
+            for row in rows:
+                if self._memory.seal(self._sealer, request, work.offsets, row):
+                    good.append(row)
+                else:
                     batch.outcomes[row] = Corrupt("source")
-            self._putting.run(partial(batch.run, good, self._gone, send))
+            hit("mover.staged")
+        finally:
+            if batch.is_sealed():
+                self._copied(work)
+            self._putting.run(partial(batch.run, good, self._gone, partial(self._send, names)))
 
     def _send(self, names: list[str], batch: _Batch, rows: Sequence[int]) -> None:
         work, request = batch.work, batch.work.request
@@ -114,35 +128,25 @@ class Movers:
         hit("mover.before_get")
         found = self._driver.get([names[row] for row in rows], into, work.deadline)
         hit("mover.after_get")
-        there: list[int] = []
-        records: list[U8] = []
         for row, each in zip(rows, found, strict=True):
             if isinstance(each, memoryview):
-                there.append(row)
-                records.append(np.frombuffer(each, np.uint8))
+                self._open(batch, request, row, each)
             else:
+                if isinstance(each, Corrupt):
+                    batch.count(Suspect.ALTERED, 1)
                 batch.miss(row, each)
-        if there:
-            self._unstage(batch, request, there, records)
-
-    def _unstage(self, batch: _Batch, request: Get, rows: list[int], records: list[U8]) -> None:
-        results = batch.results
-        assert results.checksums is not None
-        good: list[int] = []
-        sums: list[bytes] = []
-        heads = self._memory.unstage(request, rows, records)
         hit("mover.unstaged")
-        for row, head in zip(rows, heads, strict=True):
-            if isinstance(head, Doubt):
-                batch.count(f"doubt_{head.value}", 1)
-                batch.miss(row, head.outcome)
-            else:
-                good.append(row)
-                sums.append(head.checksums)
-                batch.outcomes[row], results.parents[row] = _DONE, head.parent
-        read = np.frombuffer(b"".join(sums), results.checksums.dtype)
-        results.checksums[good] = read.reshape(len(good), -1)
-        batch.count("get_bytes", len(good) * record_bytes(request.family))
+
+    def _open(self, batch: _Batch, request: Get, row: int, record: memoryview) -> None:
+        results, head = batch.results, self._memory.open(self._sealer, request, row, record)
+        if isinstance(head, Suspect):
+            batch.count(head, 1)
+            batch.miss(row, head.outcome)
+            return
+        assert results.checksums is not None
+        results.checksums[row] = np.frombuffer(head.checksums, results.checksums.dtype)
+        batch.outcomes[row], results.parents[row] = Done(), head.parent
+        batch.count("get_bytes", len(record))
 
     def _gone(self, work: Work) -> Outcome | None:
         """Outcome of rows that must not begin any more."""
@@ -179,7 +183,8 @@ class _Batch:
         self.results = Results(self.outcomes)
         self._counts: Counter[str] = Counter()
         self._first_miss = len(self.outcomes)
-        self._left, self._ended = portions, ended
+        self._left = self._unsealed = portions
+        self._ended = ended
         self._lock = threading.Lock()
         self._began = time.monotonic()
 
@@ -187,6 +192,12 @@ class _Batch:
         """Add to a counter."""
         with self._lock:
             self._counts[name] += amount
+
+    def is_sealed(self) -> bool:
+        """Count a portion as sealed; return whether it was the last one."""
+        with self._lock:
+            self._unsealed -= 1
+            return not self._unsealed
 
     def miss(self, row: int, outcome: Outcome) -> None:
         """Take the outcome of a row that did not come. A batch ends at its first miss."""

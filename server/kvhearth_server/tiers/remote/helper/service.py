@@ -23,6 +23,7 @@ from kvhearth_server.tiers.remote.helper.drivers.base import DENIED, Driver, Ref
 from kvhearth_server.tiers.remote.helper.memory import Memory
 from kvhearth_server.tiers.remote.helper.moves import Movers
 from kvhearth_server.tiers.remote.helper.probe import Unavailable, probe
+from kvhearth_server.tiers.remote.helper.sealing import Sealer
 from kvhearth_server.tiers.remote.mover import Delete, Get, Put
 from kvhearth_server.tiers.remote.names import object_names
 from kvhearth_server.tiers.remote.record import record_bytes
@@ -34,8 +35,7 @@ _AGAIN_MAX_S = 30.0
 
 
 class Service:
-    """Runs the requests of one daemon. Its loop stages puts itself, and asks; threads move blocks
-    and answer.
+    """Runs the requests of one daemon. Its loop asks; threads move blocks and answer.
 
     Args:
         connection: to the daemon, not blocking.
@@ -58,7 +58,14 @@ class Service:
         self._open: set[int] = set()
         self._asking: set[asyncio.Task[None]] = set()
         self._cancelled: set[int] = set()
-        self._movers = Movers(driver, memory, self._cancelled.__contains__, self._answer)
+        self._movers = Movers(
+            driver,
+            memory,
+            Sealer(fleet_key),
+            self._cancelled.__contains__,
+            self._tell_copied,
+            self._answer,
+        )
         self._reader = FrameReader()
         self._lock = threading.Lock()
         """Guards what follows, which threads use."""
@@ -169,9 +176,6 @@ class Service:
         try:
             if isinstance(request, Put):
                 self._movers.put(work, request, names)
-                hit("mover.before_copied")
-                if work.ticket in self._open:
-                    self._send(encode({"kind": "copied", "ticket": work.ticket}))
             elif isinstance(request, Get):
                 self._movers.get(work, request, names)
             else:
@@ -189,6 +193,11 @@ class Service:
             size = record_bytes(work.request.family)
             found = await self._driver.exists(names, size, work.deadline)
         self._answer(work, Results(found), Counter())
+
+    def _tell_copied(self, work: Work) -> None:
+        """Tell that a put's slots may change, from any thread."""
+        hit("mover.before_copied")
+        self._send(encode({"kind": "copied", "ticket": work.ticket}))
 
     def _answer(self, work: Work, results: Results, counts: Counter[str]) -> None:
         """Answer a request, from any thread."""
