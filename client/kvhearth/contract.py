@@ -20,6 +20,8 @@ from kvhearth.codec import CODECS, LOSSLESS, Encoding, encoding_of
 from kvhearth.errors import KVHearthError, Reason
 
 CONTRACT_VERSION = 1
+PRIVATE = "private:"
+"""Begins names of weights, seeds and draft models that one run of an engine alone has."""
 CONTRACT_JSON_BYTES_MAX = 64 * 1024
 CONTRACT_PARTS_MAX = 4096
 """Commas and opening brackets in a contract's JSON, its texts included, which bounds the time of
@@ -117,6 +119,14 @@ class Contract:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def private(self) -> bool:
+        """Whether its blocks are of one run of an engine alone: the weights, the block hashes or
+        the draft model have no identity that another run could have.
+        """
+        named = self.revision.startswith(PRIVATE) or self.hash_seed.startswith(PRIVATE)
+        return named or f":{PRIVATE}" in self.draft_model
 
     @property
     def world_size(self) -> int:

@@ -235,3 +235,78 @@ def test_explain_puts_the_nearest_first() -> None:
     assert pairs[0][1] == [("draft_model", "", "d")]
     assert all(space.tenant == "t" for space, _ in pairs)
     assert len(spaces.explain("t", BASE, count_max=2)) == 2
+
+
+# -- private runs ----------------------------------------------------------------------------------
+
+
+def ended_run(rig: Rig, number: int, blocks: int, page_bytes: int = PAGE) -> Contract:
+    """Let a private run store blocks and end."""
+    made = contract(full(page_bytes), revision=f"private:run-{number}")
+    session = rig.attach(made, engine_id=f"run-{number}")
+    rig.put(session, keys(*range(1000 * number, 1000 * number + blocks)))
+    rig.leave(session)
+    return made
+
+
+def names(rig: Rig) -> list[str]:
+    """Return the revisions of all namespaces, in the order of their numbers."""
+    return [space.contract.revision for space in rig.state.namespaces]
+
+
+@pytest.mark.parametrize("page_bytes", [PAGE, 2 * PAGE])
+def test_blocks_of_an_ended_private_run_are_the_first_victims(page_bytes: int) -> None:
+    rig = Rig(4)
+    session = rig.attach()
+    rig.put(session, keys(*range(16)))
+    ended_run(rig, 1, 32 * PAGE // page_bytes, page_bytes)
+    assert names(rig) == ["r", "private:run-1"]
+    for number in range(100, 148):
+        rig.put(session, [key(number)])
+    assert all(rig.present(session, keys(*range(16), *range(100, 148))))
+    assert names(rig) == ["r"], "its entry goes with its blocks"
+
+
+def test_a_private_run_whose_sessions_may_still_write_has_not_ended() -> None:
+    rig = Rig(4)
+    made = contract(revision="private:run")
+    session = rig.attach(made)
+    rig.put(session, keys(1, 2))
+    rig.take(session, 1)
+    rig.leave(session, finished=False)
+    assert not rig.state.namespaces.ended
+    rig.core.membership.drained(session)
+    assert len(rig.state.namespaces.ended) == 1
+
+
+def test_a_private_run_that_returns_has_its_blocks_again() -> None:
+    rig = Rig(4)
+    other = rig.attach(engine_id="other")
+    rig.put(other, keys(*range(16)))
+    made = ended_run(rig, 1, 32)
+    session = rig.attach(made, engine_id="run-1")
+    assert all(rig.present(session, keys(*range(1000, 1032))))
+    rig.put(other, keys(*range(100, 124)))
+    assert all(rig.present(session, keys(*range(1000, 1032)))), "it is as warm as any"
+    assert not all(rig.present(other, keys(*range(16))))
+
+
+def test_a_full_table_gives_up_the_run_that_ended_first() -> None:
+    rig = Rig(4, namespaces_max=3)
+    session = rig.attach()
+    rig.put(session, keys(1))
+    for number in range(1, 12):
+        ended_run(rig, number, 2)
+    assert names(rig) == ["r", "private:run-10", "private:run-11"]
+    assert rig.present(session, keys(1)) == [True]
+    for number in (1, 2):
+        rig.attach(contract(revision=f"new-{number}"), engine_id=f"new-{number}")
+    with refused(Reason.TOO_MANY_NAMESPACES):
+        rig.attach(contract(revision="new-3"), engine_id="new-3")
+
+
+def test_what_makes_a_contract_private() -> None:
+    named = {"revision": "private:1", "hash_seed": "private:1", "draft_model": "eagle:m:private:1"}
+    for field, value in named.items():
+        assert dataclasses.replace(BASE, **{field: value}).private
+    assert not BASE.private

@@ -71,7 +71,7 @@ def config(**over: Any) -> Any:
     return SimpleNamespace(**{**values, **over})
 
 
-def contract(vllm_config: Any, group: EngineGroup = GROUP, **over: Any) -> tuple[Contract, bool]:
+def contract(vllm_config: Any, group: EngineGroup = GROUP, **over: Any) -> Contract:
     options: dict[str, Any] = {
         "geometry": Geometry(2, 1),
         "hash_tokens": 16,
@@ -81,9 +81,9 @@ def contract(vllm_config: Any, group: EngineGroup = GROUP, **over: Any) -> tuple
 
 
 def test_equal_configurations_are_one_contract() -> None:
-    first, private = contract(config())
-    assert not private
-    assert first == contract(config())[0]
+    first = contract(config())
+    assert not first.private
+    assert first == contract(config())
     assert Contract.from_json(first.to_json()) == first
     assert (first.revision, first.hash_bytes, first.world_size) == (COMMIT, 32, 2)
     assert first.groups[0].shards == 2
@@ -92,8 +92,8 @@ def test_equal_configurations_are_one_contract() -> None:
 
 @pytest.mark.parametrize("codec", ["fp8", "int4"])
 def test_a_codec_is_another_contract_of_smaller_blocks(codec: str) -> None:
-    plain, _ = contract(config())
-    made, _ = contract(config(), codec=codec)
+    plain = contract(config())
+    made = contract(config(), codec=codec)
     assert made == plain.with_codec(codec) != plain
     assert made.groups[0].engine_bytes == plain.groups[0].page_bytes > made.groups[0].page_bytes
 
@@ -121,31 +121,31 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 def test_what_changes_kv_changes_the_contract(name: str) -> None:
     changed = config()
     CHANGES[name](changed)
-    assert contract(changed)[0] != contract(config())[0]
+    assert contract(changed) != contract(config())
 
 
 def test_the_place_of_a_configuration_does_not_change_it() -> None:
     moved = config()
     moved.model_config.hf_config.to_dict = lambda: {"rope_theta": 1e4, "_name_or_path": "/other"}
     moved.kv_transfer_config.engine_id = "engine-2"
-    assert contract(moved)[0] == contract(config())[0]
+    assert contract(moved) == contract(config())
 
 
 def test_packing_geometry_and_hash_length_are_in_it() -> None:
-    base = contract(config())[0]
-    assert contract(config(), packing="LBHNC;CPU_ATTN")[0] != base
-    assert contract(config(), hash_tokens=8)[0] != base
-    assert contract(config(), geometry=Geometry(1, 2))[0] != base
-    replicated = contract(config(), geometry=Geometry(2, 1, replicas=2))[0]
+    base = contract(config())
+    assert contract(config(), packing="LBHNC;CPU_ATTN") != base
+    assert contract(config(), hash_tokens=8) != base
+    assert contract(config(), geometry=Geometry(1, 2)) != base
+    replicated = contract(config(), geometry=Geometry(2, 1, replicas=2))
     assert replicated.groups[0].shards == 1
 
 
 def test_dummy_weights_are_nobody_elses() -> None:
     dummy = config(load_config=SimpleNamespace(load_format="dummy"))
-    found, private = contract(dummy)
+    found = contract(dummy)
     dummy.kv_transfer_config = SimpleNamespace(engine_id="engine-2")
-    assert private
-    assert contract(dummy)[0] != found
+    assert found.private
+    assert contract(dummy) != found
 
 
 @pytest.mark.parametrize("name", ["dummy", "live", "branch", "object store", "seed", "draft"])
@@ -163,15 +163,15 @@ def test_what_is_private_is_not_found_by_another_run(name: str) -> None:
         one.cache_config.prefix_caching_hash_algo = "xxhash"
     elif name == "draft":
         one.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
-    found, private = contract(one, live=name == "live")
-    assert private
-    assert contract(one, live=name == "live")[0] == found
+    found = contract(one, live=name == "live")
+    assert found.private
+    assert contract(one, live=name == "live") == found
     one.instance_id = "2"
-    assert contract(one, live=name == "live")[0] != found
+    assert contract(one, live=name == "live") != found
 
 
 def test_weights_that_change_have_no_name_of_the_users() -> None:
-    assert contract(config(), live=True, given_revision="release 7")[1]
+    assert contract(config(), live=True, given_revision="release 7").private
     assert weights_change(config(weight_transfer_config=SimpleNamespace()), "keep")
     assert weights_change(config(weight_transfer_config=None), "drop")
     assert not weights_change(config(weight_transfer_config=None), "auto")
@@ -181,10 +181,10 @@ def test_weights_in_an_object_store_need_a_name(tmp_path: Path) -> None:
     """The directory that vLLM pulls contains only the configuration's files."""
     pulled = config()
     pulled.model_config.model = str(model_folder(tmp_path / "pulled"))
-    assert not contract(pulled)[1]
+    assert not contract(pulled).private
     pulled.model_config.model_weights = "s3://bucket/model"
-    assert contract(pulled)[1]
-    assert not contract(pulled, given_revision="release 7")[1]
+    assert contract(pulled).private
+    assert not contract(pulled, given_revision="release 7").private
 
 
 @pytest.mark.parametrize(
@@ -205,24 +205,24 @@ def test_the_length_counts_where_it_chooses_the_factors(
     long.model_config.max_model_len = 131072
     for one in (short, long):
         setattr(one.model_config, place, SimpleNamespace(to_dict=dict, **rope))
-    assert (contract(short)[0] != contract(long)[0]) == counts
+    assert (contract(short) != contract(long)) == counts
 
 
 def test_a_revision_that_is_no_commit_is_private() -> None:
     branch = config()
     branch.model_config.revision = "main"
-    assert contract(branch)[1]
-    assert not contract(branch, given_revision="release 7")[1]
+    assert contract(branch).private
+    assert not contract(branch, given_revision="release 7").private
 
 
 def test_a_weak_hash_needs_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     weak = config()
     weak.cache_config.prefix_caching_hash_algo = "xxhash"
-    found, private = contract(weak)
-    assert (private, found.hash_bytes) == (True, 16)
+    found = contract(weak)
+    assert (found.private, found.hash_bytes) == (True, 16)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    seeded, private = contract(weak)
-    assert not private
+    seeded = contract(weak)
+    assert not seeded.private
     assert "7" != seeded.hash_seed != found.hash_seed
 
 
@@ -231,10 +231,10 @@ def test_a_draft_model_is_part_of_it() -> None:
     with_draft = config(
         speculative_config=SimpleNamespace(method="eagle", draft_model_config=draft)
     )
-    found = contract(with_draft)[0]
+    found = contract(with_draft)
     assert found.draft_model == f"eagle:org/draft:{COMMIT}"
     ngram = config(speculative_config=SimpleNamespace(method="ngram", draft_model_config=draft))
-    assert contract(ngram)[0] == contract(config())[0]
+    assert contract(ngram) == contract(config())
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_draft_model_is_part_of_it() -> None:
 )
 def test_kinds_of_groups(kind: str, window: int, expected: GroupKind) -> None:
     group = dataclasses.replace(GROUP, kind=kind, window_tokens=window)
-    spec = contract(config(), group)[0].groups[0]
+    spec = contract(config(), group).groups[0]
     assert (spec.kind, spec.window_tokens) == (expected, window)
 
 
@@ -273,7 +273,6 @@ def model_folder(folder: Path) -> Path:
 def test_a_local_directory_is_its_files(tmp_path: Path) -> None:
     first, second = model_folder(tmp_path / "a"), model_folder(tmp_path / "b")
     assert local(first) == local(second)
-    assert not local(first).private
     with (second / "model.safetensors").open("r+b") as file:
         file.seek(1000)
         file.write(b"?")

@@ -54,12 +54,12 @@ def ls(
     if not reply.namespaces:
         note("there is no namespace yet: no engine has attached")
         return
-    heads = ("namespace", "tenant", "model", "kv", "blocks", "bytes", "quota", "epoch")
+    heads = ("namespace", "tenant", "model", "kv", "engines", "blocks", "bytes", "quota", "epoch")
     shown = table(*heads, right=heads[4:])
     for space in reply.namespaces:
         contract = json.loads(space.contract_json)
         quota = size(space.quota_bytes) if space.quota_bytes else "-"
-        counts = (str(space.blocks), size(space.bytes), quota, str(space.epoch))
+        counts = (_engines(space), str(space.blocks), size(space.bytes), quota, str(space.epoch))
         names = (short(space.namespace), space.tenant, contract["model"], contract["kv_dtype"])
         row(shown, *names, *counts)
     console().print(shown)
@@ -74,6 +74,7 @@ def _show_one(space: admin_pb2.NamespaceInfo, *, as_json: bool) -> None:
     rows: list[tuple[str, object]] = [
         ("namespace", space.namespace),
         ("tenant", space.tenant),
+        ("engines", _engines(space)),
         ("blocks", space.blocks),
         ("bytes", size(space.bytes)),
         ("quota", size(space.quota_bytes) if space.quota_bytes else "-"),
@@ -84,6 +85,11 @@ def _show_one(space: admin_pb2.NamespaceInfo, *, as_json: bool) -> None:
         words = " ".join(f"{name}={value}" for name, value in sorted(group.items()))
         rows.append((f"contract.groups[{index}]", words))
     console().print(facts(rows))
+
+
+def _engines(space: admin_pb2.NamespaceInfo) -> str:
+    """Return the number of engines, or that nobody can come any more."""
+    return "ended" if space.ended else str(space.engines)
 
 
 def _space(space: admin_pb2.NamespaceInfo) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvhearth.model import I64
+from kvhearth.model import I64, Bools
 from kvhearth_server.core.eviction import EvictionPolicy
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.policies import Coldest
@@ -53,6 +53,9 @@ class Evictor:
         self._refs = state.table.refs.data
         self._pins = state.table.pins.data
         self._groups = state.table.group.data
+        self._space_of = state.table.namespace.data
+        self._ended = state.namespaces.ended
+        state.namespaces.evict = self._evict_ended
         self._evicted = 0
         self._cold: dict[tuple[int, int], Coldest] = {}
         self._countdown = 0
@@ -96,7 +99,13 @@ class Evictor:
             if not self.cut_short and not self._steal_slab(segment, slot_bytes):
                 break
         self._offer_unsaved(count)
+        if self._ended and self._evicted:
+            self._state.forget_ended()
         return min(count, have)
+
+    def _evict_ended(self, namespace: Namespace) -> None:
+        """Evict the blocks of a namespace that makes place for another one."""
+        self.shrink(namespace, 0, Cause.SPACE)
 
     def shrink(
         self, namespace: Namespace, used_bytes_max: int, cause: Cause, blocks_max: int | None = None
@@ -148,7 +157,9 @@ class Evictor:
         """Whether the block is neither leased nor pinned, and need not be saved first."""
         if self._refs[head] or self._pins[head]:
             return False
-        return self._writeback_queue.evictable(head) or self._at_any_cost or self._pass(head)
+        if self._writeback_queue.evictable(head) or self._at_any_cost:
+            return True
+        return self._space_of[head] in self._ended or self._pass(head)
 
     def _pass(self, head: int) -> bool:
         """Pass over a block that must be saved first: returns False, or raises after too many."""
@@ -178,10 +189,12 @@ class Evictor:
         state = self._state
         for number, size in state.policies.take_changed():
             policy = state.policies.get(number, size)
+            if number in self._ended:
+                self._countdown = 0  # a slab of its size may be the first to go
             if policy is not None:
                 place = (state.segment_of[state.namespaces.get(number).tenant], size)
-                self._cold.setdefault(place, Coldest()).note(number, policy)
-        return self._cold.setdefault((segment, slot_bytes), Coldest())
+                self._cold.setdefault(place, Coldest(self._ended)).note(number, policy)
+        return self._cold.setdefault((segment, slot_bytes), Coldest(self._ended))
 
     def _evict_of_size(self, segment: int, slot_bytes: int, count: int, most: int) -> bool:
         """Evict up to ``most`` blocks of one tenant that have ``count`` slots, or just more."""
@@ -270,7 +283,10 @@ class Evictor:
         except _PassedEnough:
             return False
         best = self._coldest_slab(segment, slot_bytes)
-        return best is not None and (age is None or best[1] < age)
+        found = best is not None and (age is None or best[1] < age)
+        if found:
+            self._countdown = 0  # there may be more like it
+        return found
 
     def _next_age(self, cold: Coldest) -> int | None:
         """Time of the last use of the next victim; None if there is none."""
@@ -321,7 +337,8 @@ class Evictor:
             busy |= states == State.LOADING
             if busy.any():
                 continue
-            used = int(table.used_at[rows].max(initial=0, where=states != State.FREE))
+            counted = (states != State.FREE) & ~self._of_ended(rows)
+            used = int(table.used_at[rows].max(initial=0, where=counted))
             unsaved = self._unsaved_in(rows)
             if len(unsaved):
                 if waits is None or used < waits[1]:
@@ -344,7 +361,11 @@ class Evictor:
         links = table.head[rows].astype(np.int64)
         heads = np.where(links > 0, links - 1, np.arange(rows.start, rows.stop))
         unsaved = (table.state[rows] != State.FREE) & (table.copy_state[heads] < CopyState.SAVED)
-        return np.asarray(heads[unsaved])
+        return np.asarray(heads[unsaved & ~self._of_ended(rows)])
+
+    def _of_ended(self, rows: slice) -> Bools:
+        """Which slots have blocks of ended namespaces."""
+        return np.isin(self._state.table.namespace[rows], list(self._ended))
 
     def _heads_in(self, segment: int, slab: int) -> I64:
         table = self._state.table

@@ -98,6 +98,8 @@ class Membership:
             joining.mapped,
             node=joining.node,
         )
+        if state.namespaces.ended.pop(namespace.number, None):
+            state.policies.reorder(namespace.number)
         state.groups.join(group, member)
         sessions.add(joining.tenant, 1)
         if state.namespaces.version != version:
@@ -217,6 +219,19 @@ class Membership:
             held = group.held_slots(self._state.table)
             take_from_quarantine(self._state, group, held)
             self._state.groups.drop(group)
+            self.end_private(group.namespace)
+
+    def end_private(self, number: int) -> None:
+        """Give a private namespace up if nobody uses it: its blocks are the first victims, and its
+        entry goes with them.
+        """
+        state = self._state
+        namespace = state.namespaces.find_number(number)
+        if namespace is None or not namespace.contract.private:
+            return
+        if not state.groups.of_namespace(number):
+            state.namespaces.ended[number] = namespace
+            state.policies.reorder(number)
 
 
 def quarantine(state: CoreState, group: Group, slots: I64) -> None:

@@ -56,6 +56,11 @@ class Namespace:
     groups: int = 0
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
+    @property
+    def unused(self) -> bool:
+        """Whether nobody uses it and it has nothing."""
+        return not (self.blocks or self.groups or self.used_bytes)
+
     @functools.cached_property
     def contract_json(self) -> str:
         """The contract's canonical JSON."""
@@ -95,6 +100,12 @@ class Namespaces:
         self._counted = shares.accounts[Share.NAMESPACES]
         self._contracts = shares.accounts[Share.CONTRACT_BYTES]
         self._quota_bytes = quota_bytes
+        self.ended: dict[int, Namespace] = {}
+        """Private namespaces whose run has ended, the oldest first: nobody can ask for their blocks
+        any more.
+        """
+        self.evict: Callable[[Namespace], object] = lambda namespace: None
+        """Evicts the blocks of an ended namespace; set by whoever has them."""
         self._by_digest: dict[bytes, Namespace] = {}
         self._by_number: dict[int, Namespace] = {}
         self._next = 1
@@ -217,7 +228,8 @@ class Namespaces:
         return Share.CONTRACT_BYTES if self._contracts.room(tenant) < size else None
 
     def _make_room(self, tenant: str, short: Share, need: int) -> bool:
-        """Forget an empty namespace: of the tenant that is furthest over its floor, or its own.
+        """Forget an empty or ended namespace: of the tenant that is furthest over its floor, or its
+        own.
 
         Nobody's namespaces within the floor are forgotten for others: their copies on slower tiers
         would be lost.
@@ -260,23 +272,31 @@ class Namespaces:
             return self._next
         return next(n for n in range(1, NUMBER_MAX + 1) if n not in self._by_number)
 
+    def forget_ended(self) -> None:
+        """Forget the ended namespaces that have no blocks any more."""
+        for space in [each for each in self.ended.values() if each.unused]:
+            self._forget(space)
+
     def _forget_of(self, tenant: str) -> bool:
-        for space in self._by_number.values():
-            if (
-                space.tenant == tenant
-                and not space.blocks
-                and not space.groups
-                and not space.used_bytes
-            ):
-                del self._by_number[space.number]
-                del self._by_digest[space.digest]
-                self._counted.add(tenant, -1)
-                self._contracts.add(tenant, -len(space.contract.to_json()))
-                self.epoch_floor = max(self.epoch_floor, space.epoch + 1)
-                self.version += 1
-                self._forgotten(space.number)
+        mine = [space for space in self._by_number.values() if space.tenant == tenant]
+        unused = [space for space in mine if space.unused]
+        for space in [*unused, *(each for each in self.ended.values() if each.tenant == tenant)]:
+            if not space.unused:
+                self.evict(space)
+            if space.unused:
+                self._forget(space)
                 return True
         return False
+
+    def _forget(self, space: Namespace) -> None:
+        del self._by_number[space.number]
+        del self._by_digest[space.digest]
+        self.ended.pop(space.number, None)
+        self._counted.add(space.tenant, -1)
+        self._contracts.add(space.tenant, -len(space.contract.to_json()))
+        self.epoch_floor = max(self.epoch_floor, space.epoch + 1)
+        self.version += 1
+        self._forgotten(space.number)
 
 
 def check_epoch(namespace: Namespace, epoch: int) -> None:

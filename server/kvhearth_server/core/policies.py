@@ -7,7 +7,7 @@ colder end goes first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kvhearth.model import I64
 from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
 from kvhearth_server.core.slot_table import Pick, SlotTable
 
-_WARMEST = 1 << 62
+_ENDED, _WARMEST = -1, 1 << 62
 _RINGS_A_POLICY = 2
 _STALE_MAX = 64
 """Upper bound on stale entries of a heap, beyond one per policy."""
@@ -85,6 +85,10 @@ class PolicySet:
         changed, self._changed = self._changed, set()
         return changed
 
+    def reorder(self, namespace: int) -> None:
+        """Note that a namespace's place among the victims has changed."""
+        self._changed.update((namespace, size) for size in self._by_namespace.get(namespace, {}))
+
     def get(self, namespace: int, slot_bytes: int) -> EvictionPolicy | None:
         """A namespace's policy of a slot size; None if there is none."""
         return self._policies.get((namespace, slot_bytes))
@@ -136,9 +140,13 @@ class Coldest:
     A policy's entry is valid only while its rank is the policy's current one: callers that change a
     policy call ``note``. A victim thus costs the logarithm of the number of policies. A sort or a
     scan for each victim costs more: with a thousand namespaces that stopped the daemon for seconds.
+
+    Args:
+        ended: names whose policies come before all others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Container[int] = ()) -> None:
+        self._ended = ended
         self._policies: dict[int, EvictionPolicy] = {}
         self._ranks: dict[int, int] = {}
         self._heap: list[tuple[int, int]] = []
@@ -151,7 +159,7 @@ class Coldest:
             self._ranks.pop(name, None)
             return
         rank = policy.age_rank()
-        rank = _WARMEST if rank is None else rank
+        rank = _ENDED if name in self._ended else _WARMEST if rank is None else rank
         self._policies[name] = policy
         if self._ranks.get(name) != rank:
             self._ranks[name] = rank

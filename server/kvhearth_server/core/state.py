@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
-from kvhearth_server.core.actions import Action, EventLog, Mark, SlabSized
+from kvhearth_server.core.actions import Action, Catalogue, EventLog, Mark, SlabSized
 from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Chains, Index
 from kvhearth_server.core.ledger import Ledger
@@ -116,6 +116,13 @@ class CoreState:
         """Charge a namespace bytes (or give them back); number 0 is no namespace."""
         if number:
             self.namespaces.get(number).used_bytes += size
+
+    def forget_ended(self) -> None:
+        """Forget the ended namespaces that have no blocks any more, also in the catalogue."""
+        version = self.namespaces.version
+        self.namespaces.forget_ended()
+        if self.namespaces.version != version:
+            self.actions.append(Catalogue())
 
     def take_actions(self) -> list[Action]:
         """Return the actions that the shell must perform now, in order."""

@@ -302,6 +302,13 @@ def take_over(engine: Engine) -> None:
         engine.to_verify.append((heads, state.table.generation[heads].copy()))
     for group in groups.values():
         engine.call(engine.core.membership.release_quarantine, group)
+    _end_private(engine)
+
+
+def _end_private(engine: Engine) -> None:
+    """Give up private namespaces that nobody has; whoever returns has its own again."""
+    for space in engine.core.state.namespaces:
+        engine.core.membership.end_private(space.number)
 
 
 def safe_after(engine: Engine) -> float:
@@ -342,6 +349,7 @@ def _start_cold(engine: Engine) -> None:
     engine.lineage = restore_lineage(lower_tier)
     engine.sessions.number_from(int(lower_tier["next_session"]))
     restore_namespaces(state, lower_tier)
+    _end_private(engine)
 
 
 def _unknown_holders(

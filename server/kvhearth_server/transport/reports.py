@@ -251,6 +251,10 @@ class Namespace:
     blocks: int
     used_bytes: int
     quota_bytes: int | None
+    engines: Annotated[int, Field(description="Engines that use it now.")]
+    ended: Annotated[
+        bool, Field(description="Of a run that has ended: its blocks are the first victims.")
+    ]
 
     @property
     def bytes(self) -> int:
@@ -449,6 +453,8 @@ def each_namespace(engine: Engine) -> Iterator[Namespace]:
             blocks=space.blocks,
             used_bytes=space.used_bytes,
             quota_bytes=space.quota_bytes,
+            engines=space.groups,
+            ended=space.number in engine.core.state.namespaces.ended,
         )
 
 

@@ -109,7 +109,7 @@ def agreed(handshakes: Sequence[Handshake], problem: str = "") -> Handshake | No
             error=problem or "no worker answered",
         )
         return None
-    if handshakes[0].private:
+    if Contract.from_json(handshakes[0].contract).private:
         log_event(
             WARNING,
             "connector.private",

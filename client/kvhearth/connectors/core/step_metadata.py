@@ -72,14 +72,12 @@ class Handshake:
         replicas: as in ``Geometry``.
         kv_groups: the engine's number of each of the contract's groups.
         problem: why this engine cannot use KVHearth, or empty.
-        private: True if the contract makes the namespace this engine's alone.
     """
 
     contract: str
     replicas: int = 1
     kv_groups: tuple[int, ...] = ()
     problem: str = ""
-    private: bool = False
 
 
 @dataclass

@@ -374,7 +374,7 @@ def describe(
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
     groups, pages = engine_pages(kv_cache_config, kv_caches, context)
     replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
-    contract, private = engine_contract(
+    contract = engine_contract(
         vllm_config,
         groups,
         geometry=Geometry(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, replicas),
@@ -386,7 +386,7 @@ def describe(
     )
     check_codec(contract, pages)
     kv_groups = tuple(group.kv_group for group in groups)
-    return Handshake(contract.to_json(), replicas, kv_groups, private=private), pages
+    return Handshake(contract.to_json(), replicas, kv_groups), pages
 
 
 def check_codec(contract: Contract, pages: Sequence[PagedKV]) -> None:

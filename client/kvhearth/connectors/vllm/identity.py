@@ -20,7 +20,7 @@ import xxhash
 
 from kvhearth.codec import LOSSLESS
 from kvhearth.connectors.core.step_metadata import Geometry
-from kvhearth.contract import DTYPE_BYTES, Contract, GroupKind, GroupSpec
+from kvhearth.contract import DTYPE_BYTES, PRIVATE, Contract, GroupKind, GroupSpec
 from kvhearth.counters import Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 
@@ -169,11 +169,10 @@ class EngineGroup:
 
 @dataclass(frozen=True)
 class Weights:
-    """Identity of the weights; ``private`` if no other engine can have the same."""
+    """Identity of the weights."""
 
     model: str
     revision: str
-    private: bool
 
 
 def weights_change(vllm_config: Any, on_reset: str) -> bool:
@@ -206,11 +205,11 @@ def weights_of(
     load_format = str(getattr(load_config, "load_format", "auto"))
     local = Path(name).expanduser()
     if load_format == "dummy":
-        return Weights("dummy", f"private:{run}", True)
+        return Weights("dummy", f"{PRIVATE}{run}")
     if live:
-        return Weights("live" if local.is_dir() else name, f"private:{run}", True)
+        return Weights("live" if local.is_dir() else name, f"{PRIVATE}{run}")
     if given:
-        return Weights("given" if local.is_dir() else name, given, False)
+        return Weights("given" if local.is_dir() else name, given)
     if getattr(model_config, "model_weights", ""):
         # The weights are in an object store: vLLM has pulled only the small files into a directory.
         log_event(
@@ -219,10 +218,10 @@ def weights_of(
             "weights in an object store have no digest, their KV is kept for this engine alone: "
             "set 'revision' in kv_connector_extra_config to share it",
         )
-        return Weights("object store", f"private:{run}", True)
+        return Weights("object store", f"{PRIVATE}{run}")
     if local.is_dir():
         try:
-            return Weights("directory", directory_digest(local), False)
+            return Weights("directory", directory_digest(local))
         except OSError as error:
             log_event(
                 WARNING,
@@ -230,10 +229,10 @@ def weights_of(
                 "the weights have no digest, nobody can share their KV",
                 error=error,
             )
-            return Weights("directory", f"private:{run}", True)
+            return Weights("directory", f"{PRIVATE}{run}")
     revision = str(getattr(model_config, "revision", None) or "")
     if _COMMIT.fullmatch(revision):
-        return Weights(name, revision, False)
+        return Weights(name, revision)
     log_event(
         WARNING,
         "weights.private",
@@ -242,19 +241,17 @@ def weights_of(
         model=name,
         revision=revision,
     )
-    return Weights(name, f"private:{run}", True)
+    return Weights(name, f"{PRIVATE}{run}")
 
 
-def hashing_of(algorithm: str, hash_tokens: int, run: str) -> tuple[str, int, str, bool]:
-    """Return how block hashes are chained: (algorithm, bytes of a hash, seed, whether it is
-    private).
+def hashing_of(algorithm: str, hash_tokens: int, run: str) -> tuple[str, int, str]:
+    """Return how block hashes are chained: (algorithm, bytes of a hash, seed).
 
     The seed is represented by its digest: with a weak hash it is a secret.
     """
     weak = algorithm.startswith("xxhash")
     seed = os.environ.get("PYTHONHASHSEED")
-    private = weak and seed is None
-    if private:
+    if weak and seed is None:
         log_event(
             WARNING,
             "hashes.private",
@@ -262,10 +259,10 @@ def hashing_of(algorithm: str, hash_tokens: int, run: str) -> tuple[str, int, st
             "found again after a restart; use --prefix-caching-hash-algo sha256",
             algorithm=algorithm,
         )
-        text = f"private:{run}"
+        text = f"{PRIVATE}{run}"
     else:
         text = hashlib.sha256((_DEFAULT_SEED if seed is None else seed).encode()).hexdigest()
-    return f"vllm-{algorithm}/{hash_tokens}", 16 if weak else 32, text, private
+    return f"vllm-{algorithm}/{hash_tokens}", 16 if weak else 32, text
 
 
 def config_digest(model_config: Any, cache_config: Any) -> str:
@@ -307,17 +304,15 @@ def _names_longrope(rope: Any) -> bool:
     return any(_names_longrope(value) for value in rope.values())
 
 
-def draft_of(vllm_config: Any, run: str) -> tuple[str, bool]:
-    """Return the identity of a draft model whose KV is stored too (text, private); empty without
-    one.
-    """
+def draft_of(vllm_config: Any, run: str) -> str:
+    """Return the identity of a draft model whose KV is stored too; empty without one."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     method = str(getattr(speculative, "method", "") or "")
     if speculative is None or draft is None or method in ("ngram", "suffix"):
-        return "", False
+        return ""
     weights = weights_of(draft, getattr(vllm_config, "load_config", None), run)
-    return f"{method}:{weights.model}:{weights.revision}", weights.private
+    return f"{method}:{weights.model}:{weights.revision}"
 
 
 def engine_contract(
@@ -330,8 +325,8 @@ def engine_contract(
     given_revision: str = "",
     live: bool = False,
     codec: str = LOSSLESS,
-) -> tuple[Contract, bool]:
-    """Return the contract, and whether its namespace is this engine's alone.
+) -> Contract:
+    """Return the contract.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -350,10 +345,7 @@ def engine_contract(
     parallel = vllm_config.parallel_config
     run = run_of(vllm_config)
     weights = weights_of(model, vllm_config.load_config, run, given_revision, live=live)
-    algorithm, hash_bytes, seed, random_seed = hashing_of(
-        str(cache.prefix_caching_hash_algo), hash_tokens, run
-    )
-    draft, private_draft = draft_of(vllm_config, run)
+    algorithm, hash_bytes, seed = hashing_of(str(cache.prefix_caching_hash_algo), hash_tokens, run)
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise KVHearthError(Reason.BAD_CONTRACT, "prefill context parallelism is not supported")
     contract = Contract(
@@ -371,9 +363,9 @@ def engine_contract(
         decode_context_parallel=int(getattr(parallel, "decode_context_parallel_size", 1)),
         groups=tuple(_spec(group, geometry.shards) for group in groups),
         rope_digest=config_digest(model, cache),
-        draft_model=draft,
+        draft_model=draft_of(vllm_config, run),
     )
-    return contract.with_codec(codec), weights.private or random_seed or private_draft
+    return contract.with_codec(codec)
 
 
 def adapter_digest(path: str) -> bytes:

@@ -740,6 +740,8 @@ class NamespaceInfo(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     QUOTA_BYTES_FIELD_NUMBER: builtins.int
+    ENGINES_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     tenant: builtins.str
     contract_json: builtins.str
@@ -747,6 +749,8 @@ class NamespaceInfo(google.protobuf.message.Message):
     blocks: builtins.int
     bytes: builtins.int
     quota_bytes: builtins.int
+    engines: builtins.int
+    ended: builtins.bool
     def __init__(
         self,
         *,
@@ -757,8 +761,10 @@ class NamespaceInfo(google.protobuf.message.Message):
         blocks: builtins.int = ...,
         bytes: builtins.int = ...,
         quota_bytes: builtins.int = ...,
+        engines: builtins.int = ...,
+        ended: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "contract_json", b"contract_json", "epoch", b"epoch", "namespace", b"namespace", "quota_bytes", b"quota_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "contract_json", b"contract_json", "ended", b"ended", "engines", b"engines", "epoch", b"epoch", "namespace", b"namespace", "quota_bytes", b"quota_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___NamespaceInfo = NamespaceInfo
 
