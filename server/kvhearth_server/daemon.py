@@ -14,6 +14,7 @@ import ssl
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.tracing import OFF, Tracer, open_tracer, wanted
+from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
@@ -60,6 +62,7 @@ from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.frames import CallsServer
 from kvhearth_server.transport.operators import Operators
 from kvhearth_server.transport.rpc.server import RpcServer
+from kvhearth_server.vanished import Vanished
 
 if TYPE_CHECKING:
     from kvhearth_server.transport.web.server import WebServer
@@ -70,6 +73,8 @@ _SUMMED = (
 )
 """Counters that the last log line of a run shows."""
 Examine = Callable[[], list[dict[str, str]]]
+Files = dict[str, tuple[Path, Callable[[], None]]]
+"""Files by name: the path, and what makes it."""
 _TRIM_PAUSE_S = 0.25
 _KEEP_PAUSE_S = 1.0
 _RELOAD_S = 10.0
@@ -268,8 +273,11 @@ async def _serve(
     background.start()
     _spawn(settings, engine, background, supervisor)
     await rpc.start(supervisor)
-    calls.start(settings.calls_socket)
-    attach.start(settings.attach_socket, supervisor)
+    doors: Files = {
+        "calls": (path := settings.calls_socket, partial(calls.start, path)),
+        "attach": (path := settings.attach_socket, partial(attach.start, path, supervisor)),
+    }
+    _keep_open(settings, engine, supervisor, doors, admin_token)
     if web is not None:
         await web.start(supervisor)
     _spare_the_loop()
@@ -470,20 +478,57 @@ def _prepare_sockets(settings: Settings, admin_token: str) -> None:
     Raises:
         KVHearthError: ``socket_unusable``.
     """
-    folder = settings.socket_dir
     try:
-        folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        if hint := foreign(folder):
-            raise PermissionError(errno.EPERM, hint, str(folder))
-        lock_sockets(folder)  # for as long as this process lives
-        *_, token = files = socket_files(settings)
-        for path in files:
+        _make_folder(settings.socket_dir)
+        for path in socket_files(settings):
             path.unlink(missing_ok=True)
-        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(admin_token)
+        _write_token(settings, admin_token)
     except OSError as error:
-        raise socket_refusal(folder, error) from None
+        raise socket_refusal(settings.socket_dir, error) from None
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the sockets' directory if it is not there, and lock it for as long as this process
+    lives.
+
+    Raises:
+        KVHearthError: ``socket_unusable``: another daemon has it.
+        OSError: it cannot be made, or others may write to it.
+    """
+    folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+    if hint := foreign(folder):
+        raise PermissionError(errno.EPERM, hint, str(folder))
+    lock_sockets(folder)
+
+
+def _write_token(settings: Settings, admin_token: str) -> None:
+    token = settings.socket_dir / ADMIN_TOKEN_FILE
+    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(admin_token)
+
+
+def _keep_open(
+    settings: Settings,
+    engine: Engine,
+    supervisor: Supervisor,
+    doors: Files,
+    admin_token: str,
+) -> None:
+    """Open doors, given by the path of the socket and what binds it, and put back from now on what
+    others remove of the sockets' directory and of the arena.
+    """
+    folder = settings.socket_dir
+    for _, start in doors.values():
+        start()
+    write_token = partial(_write_token, settings, admin_token)
+
+    def make_folder() -> None:
+        if not folder.is_dir():
+            _make_folder(folder)
+
+    files: Files = {**doors, "admin_token": (folder / ADMIN_TOKEN_FILE, write_token)}
+    supervisor.spawn("files", Vanished(engine, make_folder, files).run)
 
 
 def _open_web(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,24 @@ def foreign(place: Path | int) -> str:
     if facts.st_mode & _OTHERS_WRITE:
         return f"its mode {stat.S_IMODE(facts.st_mode):04o} lets others write to it (chmod go-w)"
     return ""
+
+
+def listening(path: Path, backlog: int) -> socket.socket:
+    """Return a listening socket that every user may connect to who can reach its directory.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setblocking(False)
+        with open_to_all():
+            listener.bind(str(path))
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 @contextlib.contextmanager

@@ -184,6 +184,11 @@ class Engine:
         """Takes down lookups and stores; for nobody unless the start sets another one."""
         return Accesses(self)
 
+    @cached_property
+    def notices(self) -> dict[str, str]:
+        """Facts that an operator should know though the daemon serves, by their subject."""
+        return {}
+
     def share_index(self) -> None:
         """Write the index into memory that clients map, from now on. Logs why if that cannot be."""
         index = open_shared_index(self.core.state)

@@ -24,7 +24,11 @@ class Supervisor:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def spawn(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Run ``work()`` again whenever it fails; a plain return ends it."""
+        """Run ``work()`` again whenever it fails, in the place of what has this name; a plain
+        return ends it.
+        """
+        if (former := self._tasks.get(name)) is not None:
+            former.cancel()
         self._tasks[name] = asyncio.get_running_loop().create_task(
             self._watch(name, work), name=name
         )

@@ -384,6 +384,21 @@ class Arena:
         self._blob.write("".join((text, ',"namespaces":[', ",".join(namespaces), "]}")).encode())
         hit("catalogue.after")
 
+    def put_back(self) -> list[str]:
+        """Link files anew that are no longer under their names; return the names of those that
+        cannot be: the kernel links none that has no name at all.
+        """
+        folder, gone = self.plan.folder, list[str]()
+        if folder is None or self._blob is None or self._journal_file is None:
+            return gone
+        files = {self._blob.path: self._blob.fd, journal_path(folder): self._journal_file.fd}
+        if self.keeper is None:
+            files |= {segment_path(folder, n): each.fd for n, each in enumerate(self.segments)}
+        for path, descriptor in files.items():
+            if not os.path.lexists(path) and not _link(descriptor, path):
+                gone.append(path.name)
+        return gone
+
     def trim(self, ours: Collection[int] = ()) -> bool:
         """Free the memory of an earlier, larger arena that no client maps any more.
 
@@ -520,6 +535,19 @@ def _open_folder(
         arena.trim()
         undo.pop_all()
         return arena
+
+
+def _link(descriptor: int, path: Path) -> bool:
+    """Give an open file a name; False if that cannot be."""
+    own = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Only with a directory's descriptor Python follows the link there.
+        os.link(str(descriptor), path, src_dir_fd=own, follow_symlinks=True)
+    except OSError:
+        return False
+    finally:
+        os.close(own)
+    return True
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -139,6 +139,11 @@ class DurableBlob:
                 os.close(self._descriptor)
             raise self._refusal(error) from error
 
+    @property
+    def fd(self) -> int:
+        """Descriptor of the file."""
+        return self._descriptor
+
     def read(self) -> bytes | None:
         """The newest complete value; None if nothing was ever written (or nothing is complete)."""
         newest = self._newest()

@@ -30,7 +30,7 @@ from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.observability.metrics.gateway import GATEWAY_COUNTERS
-from kvhearth_server.ownership import open_to_all
+from kvhearth_server.ownership import listening
 from kvhearth_server.transport.messages import plain_error, plain_text
 from kvhearth_server.transport.reports import named
 
@@ -218,17 +218,14 @@ class AttachServer:
         self._connections: set[asyncio.Task[None]] = set()
 
     def start(self, path: Path, supervisor: Supervisor) -> None:
-        """Listen on the socket.
+        """Listen on the socket, or anew if it was removed.
 
         The socket's mode lets every user connect who can reach its directory; the peer's
         credentials decide.
         """
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        listener.setblocking(False)
-        with open_to_all():
-            listener.bind(str(path))
-        listener.listen(_BACKLOG)
-        self._socket = listener
+        former, self._socket = self._socket, listening(path, _BACKLOG)
+        if former is not None:
+            former.close()
         supervisor.spawn("attach", self._accept_forever)
 
     async def stop(self) -> None:

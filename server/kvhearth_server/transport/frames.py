@@ -26,7 +26,7 @@ from kvhearth_server.engine.sessions import Closed, Session
 from kvhearth_server.engine.supervisor import give_back_memory
 from kvhearth_server.engine.turns import Turn
 from kvhearth_server.observability.logs import LimitedLog, get_logger
-from kvhearth_server.ownership import open_to_all
+from kvhearth_server.ownership import listening
 from kvhearth_server.transport.dispatch import Dispatcher, failure
 from kvhearth_server.transport.messages import TooManyParts
 
@@ -245,24 +245,24 @@ class CallsServer:
         """Read buffer of all connections; each takes its bytes out before the next one reads."""
 
     def start(self, path: Path) -> None:
-        """Listen on the running loop.
+        """Listen on the running loop, or anew if the socket was removed.
 
         The socket's mode lets every user connect who can reach its directory; the token decides.
         """
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        listener.setblocking(False)
-        with open_to_all():
-            listener.bind(str(path))
-        listener.listen(_BACKLOG)
+        listener = listening(path, _BACKLOG)
+        self._shut_door()
         self._listener = listener
         self._open_door()
 
-    def stop(self) -> None:
-        """Close the socket and all connections."""
+    def _shut_door(self) -> None:
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
+
+    def stop(self) -> None:
+        """Close the socket and all connections."""
+        self._shut_door()
         for connection in list(self._connections):
             connection.abort()
 

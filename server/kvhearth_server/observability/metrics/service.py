@@ -195,11 +195,11 @@ SERVICE: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_door_restarts_total",
-        "gRPC sockets that were opened anew because gRPC had failed, by door.",
-        "Alert: rising means that somebody sends what ends gRPC's server.",
+        "Sockets, and the operators' token, made anew, by door: they were removed, or gRPC had failed.",
+        "Alert: rising means that somebody removes them, or sends what ends gRPC's server.",
         "door_restarts",
         "door",
-        {"admin", "grpc"},
+        {"admin", "admin_token", "attach", "calls", "grpc"},
     ),
     Metric(
         "kvhearth_share_used",

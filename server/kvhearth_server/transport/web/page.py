@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Annotated, Any
 
@@ -183,7 +183,11 @@ class Guide:
                 lines = [AdviceLine(**each) for each in found if self._matters(each["check"])]
                 self._advice = Advice(lines, connections(self._settings))
                 self._at = time.monotonic()
-        return self._advice
+        return replace(self._advice, findings=[*self._notices(), *self._advice.findings])
+
+    def _notices(self) -> list[AdviceLine]:
+        notices = self._engine.notices.items()
+        return [AdviceLine(about, "warn", text, "") for about, text in notices]
 
     def _matters(self, check: str) -> bool:
         """Whether a finding says something about this run, which may have all huge pages that it

@@ -470,6 +470,7 @@ def readiness(engine: Engine) -> dict[str, bool]:
 def _state_lines(engine: Engine) -> list[str]:
     gateway = engine.describe_gateway
     lines = [] if gateway is None else [f"[i]{gateway()}"]
+    lines += [f"[!]{about}: {text}" for about, text in engine.notices.items()]
     return [*memory_lines(engine), *ssd_lines(engine), *remote_lines(engine), *lines]
 
 
