@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.memory_limits import tightest
 from kvhearth.url import SYSTEM_SOCKET_DIR, default_socket_dir
 from kvhearth_server.cli.config import commented_settings
 from kvhearth_server.cli.machine import Machine
@@ -104,7 +105,8 @@ def _memory(machine: Machine, memory: int | None, *, system: bool) -> tuple[int,
     place = SHARED_MEMORY / name
     if memory is not None:
         return memory, place, "As asked for."
-    available = machine.memory.available_bytes() or 2 * _MEMORY_LEAST
+    least = tightest(machine.memory.limits())
+    available = least.free_bytes if least is not None else 2 * _MEMORY_LEAST
     room = machine.space(SHARED_MEMORY, place)[0]
     part = 2 if system else 4
     chosen = max(_MEMORY_LEAST, min(available // part, room * 9 // 10) // _SLAB * _SLAB)
