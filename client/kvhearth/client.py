@@ -502,6 +502,7 @@ def connect(
     rank: int = 0,
     map_arena: bool = True,
     numa_node: int = -1,
+    process_group: str = "",
 ) -> KVClient:
     """Return a client that attaches in the background; the daemon may be away.
 
@@ -515,6 +516,9 @@ def connect(
         map_arena: map the arena into this process.
         numa_node: NUMA node of this rank's GPU, whose memory the daemon prefers for its slots; -1
             for that of this process's processors.
+        process_group: name of the processes that run as this engine, equal in all of them and in no
+            others. A process of another group is refused, so that two engines under one
+            ``engine_id`` do not mix.
 
     Raises:
         KVHearthError: ``bad_url``, ``bad_contract`` or ``bad_message`` for arguments that cannot be
@@ -544,6 +548,7 @@ def connect(
         pid=os.getpid(),
         numa_node=-1 if not local else own_node() if numa_node < 0 else numa_node,
         shared_index=local and scheduler and library() is not None,
+        process_group=process_group,
     )
     return KVClient(address, contract, hello)
 

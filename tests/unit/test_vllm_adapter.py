@@ -79,6 +79,8 @@ def config(role: str = "kv_both", **over: Any) -> Any:
         "scheduler_config": SimpleNamespace(**scheduler),
         "model_config": SimpleNamespace(is_prefix_caching_supported=True),
         "weight_transfer_config": None,
+        "parallel_config": SimpleNamespace(nnodes=1),
+        "instance_id": "run1",
     }
     return SimpleNamespace(**{**values, **over})
 

@@ -130,6 +130,8 @@ class Hello:
         shared_index: whether to send the descriptors of the generations and of the shared index.
         tenant: tenant that a gateway speaks for; "" is the tenant of this process's user.
         identity: name of the remote peer that a gateway speaks for, for the daemon's log.
+        process_group: name of the processes that run as this engine, equal in all of them and in no
+            others; "" if its ``engine_id`` is such a name.
     """
 
     protocol: int
@@ -147,6 +149,7 @@ class Hello:
     shared_index: bool = False
     tenant: str = ""
     identity: str = ""
+    process_group: str = ""
 
     def to_message(self) -> dict[str, Any]:
         """Return the hello as a frame's message.
@@ -157,7 +160,7 @@ class Hello:
         values = asdict(self)
         if self.numa_node < 0:
             del values["numa_node"]
-        for name in ("shared_index", "tenant", "identity"):
+        for name in ("shared_index", "tenant", "identity", "process_group"):
             if not values[name]:
                 del values[name]
         return {"kind": "hello", **values}
@@ -166,8 +169,9 @@ class Hello:
         """Return this hello, then the same for older daemons: each without one more of the fields
         that came later.
         """
-        without_index = replace(self, shared_index=False)
-        found = [self, without_index, replace(without_index, numa_node=-1)]
+        without_name = replace(self, process_group="")
+        without_index = replace(without_name, shared_index=False)
+        found = [self, without_name, without_index, replace(without_index, numa_node=-1)]
         return [each for at, each in enumerate(found) if each not in found[:at]]
 
     @classmethod

@@ -290,6 +290,7 @@ class Engine:
             hello.incarnation,
             hello.map_arena,
             hello.numa_node,
+            hello.process_group,
         )
         lock_byte, descriptors = -1, list[int]()
         with contextlib.ExitStack() as undo:

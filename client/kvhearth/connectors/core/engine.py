@@ -181,6 +181,7 @@ class EngineFacts:
         live_weights: its weights may be replaced while it runs.
         stepped: it steps without requests while stores need that. Otherwise no block is held after
             the last request.
+        process_group: see ``kvhearth.client.connect``.
     """
 
     engine_id: str
@@ -192,6 +193,7 @@ class EngineFacts:
     drops_block: bool = False
     live_weights: bool = False
     stepped: bool = True
+    process_group: str = ""
 
 
 class Step(NamedTuple):

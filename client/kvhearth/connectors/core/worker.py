@@ -93,6 +93,7 @@ class WorkerConnector:
         pages: the rank's pages, by the contract's group.
         engine_id: name of the engine, equal in its scheduler and its ranks.
         rank: index among tensor x pipeline parallel ranks.
+        process_group: see ``kvhearth.client.connect``.
         make: makes the copiers; by default those of the pages' device.
     """
 
@@ -104,6 +105,7 @@ class WorkerConnector:
         *,
         engine_id: str,
         rank: int,
+        process_group: str = "",
         make: CopierFactory | None = None,
     ) -> None:
         self.counters = Counters()
@@ -132,6 +134,7 @@ class WorkerConnector:
             scheduler=False,
             rank=rank,
             numa_node=numa_node(pages[0].device) if pages else -1,
+            process_group=process_group,
         )
         if settings.touch_pages and all(one.device == "cpu" for one in pages):
             spans = [span for one in pages for span in one.host_spans()]

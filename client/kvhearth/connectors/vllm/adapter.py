@@ -17,7 +17,13 @@ from kvhearth.connectors.core.scheduler import SchedulerConnector, agreed
 from kvhearth.connectors.core.settings import Settings, one_of
 from kvhearth.connectors.core.step_metadata import Geometry, Handshake
 from kvhearth.connectors.core.worker import WorkerConnector
-from kvhearth.connectors.vllm.identity import Adapters, EngineGroup, engine_contract, weights_change
+from kvhearth.connectors.vllm.identity import (
+    Adapters,
+    EngineGroup,
+    engine_contract,
+    process_group_of,
+    weights_change,
+)
 from kvhearth.contract import Contract
 from kvhearth.copiers import kernels
 from kvhearth.counters import log_event
@@ -316,6 +322,7 @@ def make_scheduler(
         drops_block=speculative is not None and speculative.use_eagle_block_drop(),
         live_weights=weights_change(vllm_config, settings.on_reset),
         stepped=stepped,
+        process_group=process_group_of(vllm_config),
     )
     return SchedulerConnector(settings, facts, offer, VllmPages(block_pool), worker)
 
@@ -359,7 +366,10 @@ def make_worker(
             log_event(ERROR, "connector.off", "this engine runs without KVHearth", error=error)
             offer = Handshake("", problem=str(error))
     engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    return WorkerConnector(settings, offer, pages, engine_id=engine_id, rank=rank)
+    group = process_group_of(vllm_config)
+    return WorkerConnector(
+        settings, offer, pages, engine_id=engine_id, rank=rank, process_group=group
+    )
 
 
 def describe(
