@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.http_door import ANY_PORT, ask, scraped
+from support.raw_door import RawSession, raw_contract
 
 from kvhearth.contract import namespace_digest
 from kvhearth.version import __version__
@@ -109,6 +112,40 @@ def test_ls(run: Run, engine: Engine) -> None:
     assert (space["bytes"], space["epoch"]) == (16 * PAGE_BYTES, engine.client.epoch)
     assert space["contract"] == json.loads(CONTRACT.to_json())
     assert DIGEST[:12] in reported(run, "ls")
+
+
+def test_local_models_are_told_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contracts name a path, or the digest of a directory whose name the engine tells."""
+    engines = [
+        {"model": "/a/llama/", "revision": "r"},
+        {"model": "/b/llama", "revision": "r"},
+        {"model": "directory", "revision": "1" * 64, "model_name": "llama"},
+        {"model": "directory", "revision": "2" * 64, "model_name": "llama"},
+        {"model": "org/llama", "revision": "r"},
+    ]
+    with running_daemon(http=ANY_PORT) as daemon:
+        monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
+        for told in engines:
+            made = raw_contract(model=told["model"], revision=told["revision"]).to_json()
+            names = {"model_name": told["model_name"]} if "model_name" in told else {}
+            with RawSession(daemon, contract=made, **names):
+                pass
+        for _ in range(2):
+            assert app.run(["ls", "--json"]) == 0
+            spaces = json.loads(capsys.readouterr().out)["namespaces"]
+            names = [space["model"] for space in spaces]
+            assert len(set(names)) == len(engines)
+            assert names[-1] == "org/llama"
+            assert all(re.fullmatch("llama#[0-9a-f]{4}", name) for name in names[:-1]), names
+            assert app.run(["ls"]) == 0
+            shown = capsys.readouterr().out
+            assert all(name in shown for name in names)
+            stats = ask(daemon, "/v1/stats").json
+            assert [space["model"] for space in stats["busiest_namespaces"]] == names
+            assert all(f'model="{name}"' in scraped(daemon) for name in names)
+            daemon.restart()
 
 
 def test_ls_of_one(run: Run) -> None:

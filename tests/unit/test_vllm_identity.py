@@ -20,6 +20,7 @@ from kvhearth.connectors.vllm.identity import (
     EngineGroup,
     Weights,
     engine_contract,
+    model_name_of,
     process_group_of,
     weights_change,
     weights_of,
@@ -160,6 +161,16 @@ def test_the_nodes_of_an_engine_are_one_process_group() -> None:
     assert {process_group_of(one) for one in nodes} == {"10.0.0.1:29501"}
     replicas = [config(instance_id=number) for number in "12"]
     assert [process_group_of(one) for one in replicas] == ["1", "2"]
+
+
+def test_the_name_of_a_local_model(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "llama")
+    named = config()
+    assert model_name_of(named) == ""
+    named.model_config.model = f"{folder}/."
+    assert model_name_of(named) == "llama"
+    named.model_config.model, named.model_config.model_weights = "/tmp/pulled", "s3://b/qwen/"
+    assert model_name_of(named) == "qwen"
 
 
 @pytest.mark.parametrize("name", ["dummy", "live", "branch", "object store", "seed", "draft"])

@@ -23,7 +23,7 @@ class Joining:
     """A session that wants to attach, as established by the shell.
 
     ``tenant`` comes from the peer's identity; ``node`` is the NUMA node it copies from, or -1.
-    ``process_group`` is the same in all processes of one engine.
+    ``process_group`` is the same in all processes of one engine; ``model_name`` is for people.
     """
 
     session: int
@@ -36,6 +36,7 @@ class Joining:
     mapped: bool
     node: int = -1
     process_group: str = ""
+    model_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Membership:
         else:
             namespace = state.namespaces.get(group.namespace)
             self._check_place(group, namespace, joining)
+        state.namespaces.name_model(namespace, joining.model_name)
         member = Member(
             joining.session,
             joining.rank,
@@ -149,11 +151,12 @@ class Membership:
         require(
             named, Reason.BAD_MESSAGE, f"engine_id must have 1..{ENGINE_ID_CHARS_MAX} characters"
         )
-        require(
-            len(joining.process_group) <= ENGINE_ID_CHARS_MAX,
-            Reason.BAD_MESSAGE,
-            f"process_group must have at most {ENGINE_ID_CHARS_MAX} characters",
-        )
+        for name in ("process_group", "model_name"):
+            require(
+                len(getattr(joining, name)) <= ENGINE_ID_CHARS_MAX,
+                Reason.BAD_MESSAGE,
+                f"{name} must have at most {ENGINE_ID_CHARS_MAX} characters",
+            )
         require(
             -1 <= joining.rank < contract.world_size and (joining.scheduler or joining.rank >= 0),
             Reason.BAD_MESSAGE,

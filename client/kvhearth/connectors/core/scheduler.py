@@ -165,7 +165,7 @@ class SchedulerConnector:
             scheduler=True,
             rank=-1,
             map_arena=False,
-            process_group=facts.process_group,
+            run=facts.run,
         )
         geometry = Geometry.of(contract, offer.replicas)
         context = Context(

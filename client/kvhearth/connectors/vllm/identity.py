@@ -204,6 +204,16 @@ def process_group_of(vllm_config: Any) -> str:
     return str(vllm_config.instance_id)
 
 
+def model_name_of(vllm_config: Any) -> str:
+    """Return the last name of a local model's path, or of its place in an object store; "" for one
+    of a hub, which its contract names.
+    """
+    model = vllm_config.model_config
+    stored = str(getattr(model, "model_weights", "") or "")
+    local = Path(stored or str(model.model)).expanduser()
+    return local.resolve().name if stored or local.is_dir() else ""
+
+
 def weights_of(
     model_config: Any, load_config: Any, run: str, given: str = "", *, live: bool = False
 ) -> Weights:

@@ -740,6 +740,7 @@ class NamespaceInfo(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     QUOTA_BYTES_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     tenant: builtins.str
     contract_json: builtins.str
@@ -747,6 +748,8 @@ class NamespaceInfo(google.protobuf.message.Message):
     blocks: builtins.int
     bytes: builtins.int
     quota_bytes: builtins.int
+    model: builtins.str
+    """The model's name; of a local model base name#digits."""
     def __init__(
         self,
         *,
@@ -757,8 +760,9 @@ class NamespaceInfo(google.protobuf.message.Message):
         blocks: builtins.int = ...,
         bytes: builtins.int = ...,
         quota_bytes: builtins.int = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "contract_json", b"contract_json", "epoch", b"epoch", "namespace", b"namespace", "quota_bytes", b"quota_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "contract_json", b"contract_json", "epoch", b"epoch", "model", b"model", "namespace", b"namespace", "quota_bytes", b"quota_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___NamespaceInfo = NamespaceInfo
 
