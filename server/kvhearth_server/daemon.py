@@ -512,6 +512,8 @@ def _open_web(
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:
+    if reason := engine.arena.plan.fallback:
+        _log.warning("arena.anonymous", reason=reason)
     for note in engine.arena.notes:
         _log.warning("arena.note", note=note)
     segments = engine.arena.segments

@@ -40,7 +40,14 @@ def arena_plan(settings: Settings) -> ArenaPlan:
     geometry = Geometry.of(tenants, settings.slab_bytes, settings.slot_bytes_min)
     policy = HugepagePolicy(settings.hugepages)
     keep_s = settings.keep_memory_s if settings.keep_memory else 0.0
-    return ArenaPlan(geometry, settings.arena_dir, policy, settings.discard_arena, keep_s)
+    return ArenaPlan(
+        geometry,
+        settings.arena_dir,
+        policy,
+        settings.discard_arena,
+        keep_s,
+        settings.arena_fallback,
+    )
 
 
 def socket_files(settings: Settings) -> list[Path]:

@@ -13,6 +13,7 @@ from kvhearth.connectors.core.settings import Settings as ConnectorSettings
 from kvhearth.url import DEFAULT_URL, UnixUrl, default_socket_dir, find_socket_dir, parse_url
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.config.model import Settings
+from kvhearth_server.preflight import arena_plan
 
 pytestmark = pytest.mark.usefixtures("no_environment")
 
@@ -66,10 +67,18 @@ def test_the_cache_is_on_shared_memory_where_there_is_room(ordinary: Path) -> No
     settings = load_settings({"memory": "64MiB"})
     assert settings.arena_dir == Path("/dev/shm/kvhearth-61000")
     assert settings.socket_dir == ordinary / "kvhearth"
-    assert load_settings({"memory": "1024TiB"}).arena_dir is None
-    assert load_settings({"memory": "64MiB", "hugepages": "require"}).arena_dir is None
-    assert load_settings({"arena_dir": "none"}).arena_dir is None
-    assert load_settings({"arena_dir": "/a"}).arena_dir == Path("/a")
+    assert settings.arena_fallback == ""
+    for asked, reason in (
+        ({"memory": "1024TiB"}, "MiB free, and the arena takes 1107296320MiB"),
+        ({"memory": "64MiB", "hugepages": "require"}, "huge pages are required"),
+    ):
+        settings = load_settings(asked)
+        assert settings.arena_dir is None
+        assert reason in arena_plan(settings).fallback
+    for given in ("none", "/a"):
+        settings = load_settings({"arena_dir": given})
+        assert settings.arena_dir == (None if given == "none" else Path(given))
+        assert settings.arena_fallback == ""
 
 
 def test_a_daemon_with_a_socket_directory_gets_no_arena_unasked(ordinary: Path) -> None:

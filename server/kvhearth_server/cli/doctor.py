@@ -415,7 +415,8 @@ def directories(look: Look) -> Iterator[Finding]:
     arena = look.settings.arena_dir
     if arena is None:
         fix = "run: mkdir -p /dev/shm/kvhearth, then set arena_dir: /dev/shm/kvhearth"
-        found = "none: a restart of the daemon starts with a cold cache"
+        fallback = look.settings.arena_fallback.partition(";")[0]
+        found = f"none: {fallback or 'a restart of the daemon starts with a cold cache'}"
         yield Finding("arena_dir", Grade.WARN, found, fix)
         return
     place = _arena_place(look.settings)

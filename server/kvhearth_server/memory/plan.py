@@ -41,7 +41,8 @@ class ArenaPlan:
 
     ``discard``: an arena in the directory that cannot become this one is deleted. ``keep_s``: the
     segments are sealed memfds with a keeper, which holds them for so long without a daemon; with 0
-    they are files in the directory.
+    they are files in the directory. ``fallback``: why there is no directory though nobody asked for
+    that.
     """
 
     geometry: Geometry
@@ -49,6 +50,7 @@ class ArenaPlan:
     hugepages: HugepagePolicy
     discard: bool = False
     keep_s: float = 0.0
+    fallback: str = ""
 
 
 class Step(enum.Enum):

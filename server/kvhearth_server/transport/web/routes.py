@@ -474,12 +474,16 @@ def _state_lines(engine: Engine) -> list[str]:
 
 
 def memory_lines(engine: Engine) -> list[str]:
-    """Return each tenant's memory and its page size: small pages are slow, but no failure."""
+    """Return each tenant's memory and its page size: small pages are slow, but no failure; and why
+    the memory ends with the daemon if nobody asked for that.
+    """
     segments = take_snapshot(engine).segments
-    return [
+    lines = [
         f"[i]memory of {each.tenant}: {each.capacity_bytes} bytes on {each.page_kind} pages"
         for each in segments
     ]
+    reason = engine.arena.plan.fallback
+    return [*lines, f"[!]memory: {reason}"] if reason else lines
 
 
 def ssd_lines(engine: Engine) -> list[str]:
