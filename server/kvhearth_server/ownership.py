@@ -32,6 +32,18 @@ def foreign(place: Path | int) -> str:
     return ""
 
 
+def unwritable(folder: Path) -> str:
+    """Return the reason why the daemon can make nothing in a directory, or "" if it can.
+
+    Raises:
+        OSError: it cannot be examined.
+    """
+    if os.access(folder, os.W_OK | os.X_OK):
+        return ""
+    read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    return os.strerror(errno.EROFS if read_only else errno.EACCES)
+
+
 def _in_pod_volume(facts: os.stat_result) -> bool:
     bits = _VOLUME_FOLDER if stat.S_ISDIR(facts.st_mode) else _VOLUME_FILE
     own_groups = (os.getegid(), *os.getgroups())

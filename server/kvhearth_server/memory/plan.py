@@ -24,7 +24,7 @@ from kvhearth_server.memory.mapping import (
     filesystem_kind,
 )
 from kvhearth_server.memory.segments import HUGE_BYTES, check_memory, check_place
-from kvhearth_server.ownership import foreign
+from kvhearth_server.ownership import foreign, unwritable
 
 CATALOGUE_FORMAT = 2
 CATALOGUE_NAME = "catalogue"
@@ -318,7 +318,8 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
 
 
 def _unmakeable(parent: Path) -> str:
-    return "" if os.access(parent, os.W_OK | os.X_OK) else "it is missing and cannot be made"
+    problem = unwritable(parent)
+    return f"it is missing and cannot be made ({problem})" if problem else ""
 
 
 def _check_anonymous(plan: ArenaPlan, kernel: KernelMemory) -> None:
