@@ -19,6 +19,7 @@ from support.raw_door import RawSession, raw_contract
 
 from kvhearth.contract import namespace_digest
 from kvhearth.version import __version__
+from kvhearth_lab.harness import daemon as harness
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.cli import top as top_verbs
@@ -286,6 +287,36 @@ def test_why_a_key_of_an_old_epoch_is_a_miss(run: Run, engine: Engine) -> None:
     assert (place["served"], place["epoch"], place["namespace_epoch"]) == (False, now - 1, now)
     assert f"its weights epoch {now - 1} is not the namespace's {now}" in place["why_not"]
     assert "not served" in reported(run, "explain", KEYS[0].hex())
+
+
+def test_a_path_that_is_not_ascii_in_an_ascii_locale(tmp_path: Path) -> None:
+    """From a terminal that can show none of it, too."""
+    names = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, **names, "PYTHONIOENCODING": "ascii"}
+    place = tmp_path / "ä"
+    command = [sys.executable, "-m", "kvhearth_server.cli.app"]
+
+    def say(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [*command, *words], capture_output=True, env=environment, check=False, timeout=60
+        )
+        text = (done.stdout + done.stderr).decode()
+        assert "Traceback" not in text, text
+        return done.returncode, text
+
+    assert say("init", "--dir", str(place))[0] == 0
+    with stopped_daemon(arena=False, starter=harness.SERVE) as daemon:
+        daemon.environment = environment
+        daemon.socket_dir = place / "s"
+        daemon.start()
+        assert say("stat", "--socket-dir", str(daemon.socket_dir))[0] == 0
+        daemon.kill()
+    code, text = say("stat", "--socket-dir", str(place / "t"))
+    assert code == app.EXIT_OTHER
+    assert r"\xe4/t/admin.sock" in text
+    code, text = say("ls", "--socket-dir", os.fsdecode(b"/\xff"))
+    assert code == app.EXIT_CONFIG
+    assert "not UTF-8" in text
 
 
 def test_another_token_is_refused(run: Run, daemon: Daemon, tmp_path: Path) -> None:
