@@ -35,7 +35,7 @@ from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, UnixUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import messages as codec
-from kvhearth.wire.handshake import Hello
+from kvhearth.wire.handshake import NAMELESS, Hello, Run
 from kvhearth.wire.messages import KeysByGroup, Query
 
 
@@ -502,6 +502,7 @@ def connect(
     rank: int = 0,
     map_arena: bool = True,
     numa_node: int = -1,
+    run: Run = NAMELESS,
 ) -> KVClient:
     """Return a client that attaches in the background; the daemon may be away.
 
@@ -515,6 +516,7 @@ def connect(
         map_arena: map the arena into this process.
         numa_node: NUMA node of this rank's GPU, whose memory the daemon prefers for its slots; -1
             for that of this process's processors.
+        run: the engine's processes and its model's name.
 
     Raises:
         KVHearthError: ``bad_url``, ``bad_contract`` or ``bad_message`` for arguments that cannot be
@@ -544,6 +546,8 @@ def connect(
         pid=os.getpid(),
         numa_node=-1 if not local else own_node() if numa_node < 0 else numa_node,
         shared_index=local and scheduler and library() is not None,
+        process_group=run.process_group,
+        model_name=run.model_name,
     )
     return KVClient(address, contract, hello)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvhearth.counters import log_event
+from kvhearth.memory_limits import MemoryGroup, memory_groups
 from kvhearth.shared_memory import MADV_POPULATE_READ, MADV_POPULATE_WRITE, Collapse, advise
 
 _PIECE_PAGES = 4096
@@ -29,9 +30,7 @@ _PIECE_BYTES_MAX = 256 << 20
 _NICE = 10
 _SPARE_FRACTION = 0.1
 _SPARE_BYTES = 1 << 30
-_CGROUP = Path("/sys/fs/cgroup")
-_NODES = Path("/sys/devices/system/node/online")
-_MEMORY = Path("/proc/meminfo")
+_ROOT = Path("/")
 
 
 class Span(NamedTuple):
@@ -100,11 +99,12 @@ class Populate:
     def _touch_all(self) -> None:
         if self._allocates and not _one_node():
             return
+        groups = memory_groups(_ROOT) if self._allocates else []
         for span in self._spans:
             huge = span.writable and span.page_bytes > mmap.PAGESIZE
             collapse = Collapse(span.page_bytes, advise) if huge else None
             for address, size_bytes in _pieces(span):
-                if self._stop.is_set() or (self._allocates and not _plenty(size_bytes)):
+                if self._stop.is_set() or (self._allocates and not _plenty(size_bytes, groups)):
                     return
                 began = time.monotonic()
                 if collapse is not None:
@@ -132,17 +132,16 @@ def _pieces(span: Span) -> Iterator[tuple[int, int]]:
 
 def _one_node() -> bool:
     try:
-        return _NODES.read_text().strip() == "0"
+        return (_ROOT / "sys/devices/system/node/online").read_text().strip() == "0"
     except OSError:
         return True
 
 
-def _plenty(size_bytes: int) -> bool:
+def _plenty(size_bytes: int, groups: Sequence[MemoryGroup]) -> bool:
     """Return whether ``size_bytes`` may be taken."""
-    lines = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
+    text = (_ROOT / "proc/meminfo").read_text()
+    lines = dict(line.split(":", 1) for line in text.splitlines())
     total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        total, free = min(total, limit), min(free, limit - used)
+    for limit in (each for group in groups for each in group.limits()):
+        total, free = min(total, limit.bytes), min(free, limit.free_bytes)
     return free - size_bytes > max(_SPARE_BYTES, int(total * _SPARE_FRACTION))

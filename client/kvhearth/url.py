@@ -77,7 +77,7 @@ class UnixUrl(Deadlines):
     @property
     def grpc_target(self) -> str:
         """gRPC's name of the decisions socket."""
-        return f"unix:{self.socket_dir / GRPC_SOCKET}"
+        return f"unix:{os.fsencode(self.socket_dir / GRPC_SOCKET).decode()}"
 
     def check_daemon(self, connection: socket.socket) -> None:
         """Refuse a connection to a socket that another user than ``daemon_uid`` serves. The kernel
@@ -238,10 +238,21 @@ def parse_url(url: str) -> DaemonUrl:
     options = _options(parts.query, readers)
     if options.get("daemon_uid") is not None and options.get("calls", _CALLS[0]) != _CALLS[0]:
         raise KVHearthError(Reason.BAD_URL, f"daemon_uid needs calls={_CALLS[0]}: gRPC hides users")
-    found = UnixUrl(Path(unquote(parts.path)), **options)
-    if len(os.fsencode(found.attach_path)) > _SOCKET_PATH_BYTES_MAX:
+    found = UnixUrl(Path(_local(unquote(parts.path, errors="surrogateescape"))), **options)
+    path = os.fsencode(found.attach_path)
+    if len(path) > _SOCKET_PATH_BYTES_MAX:
         raise KVHearthError(Reason.BAD_URL, f"{found.attach_path!r} is too long for a socket")
+    if found.calls == "grpc" and path.decode(errors="replace").encode() != path:
+        raise KVHearthError(Reason.BAD_URL, f"{found.attach_path!r} is not UTF-8: use frames")
     return found
+
+
+def _local(text: str) -> str:
+    """Return a path as this process's locale decodes it: a URL is UTF-8 in any locale."""
+    try:
+        return os.fsdecode(text.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:
+        raise KVHearthError(Reason.BAD_URL, f"{text!r} is no path") from None
 
 
 def _found_url(query: str) -> str:
@@ -250,7 +261,7 @@ def _found_url(query: str) -> str:
     # Anybody may make a directory in /tmp: only the user's own daemon is talked to there.
     own = found != SYSTEM_SOCKET_DIR and "daemon_uid" not in query and "calls=grpc" not in query
     options = "&".join(filter(None, (query, f"daemon_uid={os.geteuid()}" if own else "")))
-    return f"{SCHEME}://{quote(str(found))}" + (f"?{options}" if options else "")
+    return f"{SCHEME}://{quote(os.fsencode(found))}" + (f"?{options}" if options else "")
 
 
 def _remote_url(url: str) -> RemoteUrl:
@@ -333,7 +344,7 @@ def _uid(name: str, value: str) -> int:
 def _file(name: str, value: str) -> str:
     if not value or "\0" in value:
         raise KVHearthError(Reason.BAD_URL, f"{name}={value!r} is no path of a file")
-    return value
+    return _local(value)
 
 
 def _connections(name: str, value: str) -> int:

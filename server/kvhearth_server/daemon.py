@@ -557,6 +557,9 @@ def _open_web(
 
 
 def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:
+    if reason := settings.arena_fallback:
+        engine.notices["memory"] = reason
+        _log.warning("arena.anonymous", reason=reason)
     for note in engine.arena.notes:
         _log.warning("arena.note", note=note)
     segments = engine.arena.segments

@@ -10,13 +10,16 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_VOLUME_FOLDER = stat.S_ISGID | stat.S_IRWXG
+_VOLUME_FILE = stat.S_IRGRP | stat.S_IWGRP
+"""Bits that a kubelet sets in a volume of a pod with an ``fsGroup``, at each start of it."""
 
 
 def foreign(place: Path | int) -> str:
     """Return the reason why a path or an open file is not the daemon's alone, or "" if it is.
 
-    Its owner must be the daemon's user or root, and nobody else may write to it.
+    Its owner must be the daemon's user or root, and nobody else may write to it, except the
+    ``fsGroup`` of the daemon's pod.
 
     Raises:
         OSError: it cannot be examined.
@@ -24,7 +27,8 @@ def foreign(place: Path | int) -> str:
     facts = os.stat(place)
     if facts.st_uid not in (os.geteuid(), 0):
         return f"user {facts.st_uid} owns it"
-    if facts.st_mode & _OTHERS_WRITE:
+    refused = stat.S_IWOTH if _in_pod_volume(facts) else stat.S_IWOTH | stat.S_IWGRP
+    if facts.st_mode & refused:
         return f"its mode {stat.S_IMODE(facts.st_mode):04o} lets others write to it (chmod go-w)"
     return ""
 
@@ -45,6 +49,24 @@ def listening(path: Path, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def unwritable(folder: Path) -> str:
+    """Return the reason why the daemon can make nothing in a directory, or "" if it can.
+
+    Raises:
+        OSError: it cannot be examined.
+    """
+    if os.access(folder, os.W_OK | os.X_OK):
+        return ""
+    read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+    return os.strerror(errno.EROFS if read_only else errno.EACCES)
+
+
+def _in_pod_volume(facts: os.stat_result) -> bool:
+    bits = _VOLUME_FOLDER if stat.S_ISDIR(facts.st_mode) else _VOLUME_FILE
+    own_groups = (os.getegid(), *os.getgroups())
+    return facts.st_mode & bits == bits and facts.st_gid in own_groups
 
 
 @contextlib.contextmanager

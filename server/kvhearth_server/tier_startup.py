@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import errno
 import os
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import Segment, create_segment
 from kvhearth_server.observability.logs import StartBar, get_logger
-from kvhearth_server.ownership import foreign, read_secret
+from kvhearth_server.ownership import foreign, read_secret, unwritable
 from kvhearth_server.tiers.base import (
     AbandonableCall,
     DirectoryError,
@@ -443,9 +442,10 @@ def unusable_ssd_dir(path: Path) -> str:
             return f"cannot use {path} ({message}); name a directory of the daemon's own"
         lock = Files().open(head)
     except FileNotFoundError:
-        if os.access(path, os.W_OK | os.X_OK) or any(path.glob("*.segment")):
+        problem = unwritable(path)
+        if not problem or any(path.glob("*.segment")):
             return ""
-        return f"cannot use {path} ({os.strerror(errno.EACCES)}); name a directory for the daemon"
+        return f"cannot use {path} ({problem}); name a directory for the daemon"
     except Busy:
         return f"{path} is used by another daemon; stop it, or give this one another"
     except OSError as error:
@@ -474,9 +474,8 @@ def _unmakeable(path: Path) -> str:
         return (
             f"--ssd-dir {path}: {path.parent} does not exist; mount the drive there, or create it"
         )
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        return _not_made(path, os.strerror(errno.EACCES))
-    return ""
+    problem = unwritable(path.parent)
+    return _not_made(path, problem) if problem else ""
 
 
 def _not_made(path: Path, why: str | None) -> str:

@@ -326,6 +326,24 @@ def test_a_taken_place(daemon: Daemon) -> None:
             assert held.call("Heartbeat", pb.HeartbeatRequest()).group_complete
 
 
+def test_a_second_replica_with_the_same_engine_id(daemon: Daemon) -> None:
+    """The first one's scheduler waits for its rank; the second one's must not take the place."""
+    made = {"engine_id": "t", "contract": raw_contract(tensor_parallel=2).to_json()}
+    worker = {**made, "scheduler": False, "rank": 1}
+    with RawSession(daemon, **made, rank=0, process_group="first") as held:
+        for place in ({**made, "rank": 0}, worker):
+            for group in ("second", ""):
+                with refused(daemon, Reason.RANK_TAKEN) as caught:
+                    say(daemon, encode_frame(raw_hello(**place, process_group=group)))
+                assert "runs already in other processes" in caught.value.message
+                assert "engine_id of its own" in caught.value.message
+        assert not held.call("Heartbeat", pb.HeartbeatRequest()).group_complete
+        with RawSession(daemon, **worker, process_group="first"):
+            assert held.call("Heartbeat", pb.HeartbeatRequest()).group_complete
+    with RawSession(daemon, **worker, process_group="second"):
+        """The name is free again."""
+
+
 def test_another_contract_under_the_same_name(daemon: Daemon) -> None:
     other = raw_contract(revision="other", kv_dtype="int8", tensor_parallel=2)
     with RawSession(daemon, engine_id="t"), refused(daemon, Reason.CONTRACT_MISMATCH) as caught:

@@ -6,13 +6,16 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon, running_daemon, stopped_daemon
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.raw_door import PAGE_BYTES, end_well, goes_on
 
+from kvhearth.memory_limits import memory_groups
+from kvhearth_lab.harness.daemon import Starter, tied
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.memory.mapping import FilesystemKind, KernelMemory, filesystem_kind
 
@@ -32,9 +35,11 @@ def last_words(daemon: Daemon, status: int) -> str:
 
 
 @contextlib.contextmanager
-def failing(status: int, *, arena: bool = False, **settings: object) -> Iterator[str]:
+def failing(
+    status: int, *, arena: bool = False, starter: Starter | None = None, **settings: object
+) -> Iterator[str]:
     """Starts a daemon with these settings and yields its last words."""
-    with stopped_daemon(arena=arena, **settings) as daemon:
+    with stopped_daemon(arena=arena, starter=starter, **settings) as daemon:
         yield last_words(daemon, status)
 
 
@@ -51,6 +56,39 @@ def test_memory_that_does_not_fit(memory: str, arena: bool) -> None:
     with failing(MEMORY, arena=arena, memory=memory, slab_bytes="64MiB") as words:
         assert "memory" in words
         assert "less" in words
+
+
+def started_in(program: str) -> Starter:
+    """Returns a starter of a daemon in a shell that ran ``program`` first."""
+    return tied(before=["sh", "-c", f'{program}; exec "$@"', "sh"])
+
+
+def test_more_memory_than_address_space() -> None:
+    starter = started_in(f"ulimit -v {1400 << 10}")
+    with failing(MEMORY, starter=starter, memory="1GiB", slab_bytes="64MiB") as words:
+        assert "by RLIMIT_AS (ulimit -v" in words
+
+
+@contextlib.contextmanager
+def group_of_version_1(limit_bytes: int) -> Iterator[Path]:
+    """Make a control group with a limit of memory, for the time of a test."""
+    *_, top = [each for each in memory_groups() if each.files.limit.endswith("in_bytes")] or [None]
+    if top is None or not os.access(top.folder, os.W_OK):
+        pytest.skip("needs root, and a hierarchy of version 1 for memory")
+    folder = Path(tempfile.mkdtemp(prefix="kvhearth-test-", dir=top.folder))
+    try:
+        (folder / top.files.limit).write_text(str(limit_bytes))
+        yield folder
+    finally:
+        until(lambda: not (folder / "cgroup.procs").read_text(), "the group is empty")
+        folder.rmdir()
+
+
+def test_more_memory_than_a_control_group_of_version_1() -> None:
+    with group_of_version_1(400 << 20) as folder:
+        starter = started_in(f"echo $$ > {folder}/cgroup.procs")
+        with failing(MEMORY, starter=starter, memory="1GiB", slab_bytes="64MiB") as words:
+            assert f"by {folder}/memory.limit_in_bytes" in words
 
 
 def test_hugepages_that_are_not_there() -> None:

@@ -165,6 +165,7 @@ def test_the_remotes_secrets_are_files_of_a_secret(mode: str) -> None:
     assert volume["secret"] == {"secretName": "kvhearth-remote", "defaultMode": 0o440}
     group = daemon["securityContext"]["runAsGroup"]
     assert spec["securityContext"]["fsGroup"] == group, "else the daemon could not read them"
+    assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     assert "remote" not in {each["name"] for each in pod_of(rendered({"mode": mode}))[0]["volumes"]}
 
 

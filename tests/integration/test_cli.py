@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.http_door import ANY_PORT, ask, scraped
+from support.raw_door import RawSession, raw_contract
 
 from kvhearth.contract import namespace_digest
 from kvhearth.version import __version__
+from kvhearth_lab.harness import daemon as harness
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.cli import top as top_verbs
@@ -109,6 +113,40 @@ def test_ls(run: Run, engine: Engine) -> None:
     assert (space["bytes"], space["epoch"]) == (16 * PAGE_BYTES, engine.client.epoch)
     assert space["contract"] == json.loads(CONTRACT.to_json())
     assert DIGEST[:12] in reported(run, "ls")
+
+
+def test_local_models_are_told_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contracts name a path, or the digest of a directory whose name the engine tells."""
+    engines = [
+        {"model": "/a/llama/", "revision": "r"},
+        {"model": "/b/llama", "revision": "r"},
+        {"model": "directory", "revision": "1" * 64, "model_name": "llama"},
+        {"model": "directory", "revision": "2" * 64, "model_name": "llama"},
+        {"model": "org/llama", "revision": "r"},
+    ]
+    with running_daemon(http=ANY_PORT) as daemon:
+        monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
+        for told in engines:
+            made = raw_contract(model=told["model"], revision=told["revision"]).to_json()
+            names = {"model_name": told["model_name"]} if "model_name" in told else {}
+            with RawSession(daemon, contract=made, **names):
+                pass
+        for _ in range(2):
+            assert app.run(["ls", "--json"]) == 0
+            spaces = json.loads(capsys.readouterr().out)["namespaces"]
+            names = [space["model"] for space in spaces]
+            assert len(set(names)) == len(engines)
+            assert names[-1] == "org/llama"
+            assert all(re.fullmatch("llama#[0-9a-f]{4}", name) for name in names[:-1]), names
+            assert app.run(["ls"]) == 0
+            shown = capsys.readouterr().out
+            assert all(name in shown for name in names)
+            stats = ask(daemon, "/v1/stats").json
+            assert [space["model"] for space in stats["busiest_namespaces"]] == names
+            assert all(f'model="{name}"' in scraped(daemon) for name in names)
+            daemon.restart()
 
 
 def test_ls_of_one(run: Run) -> None:
@@ -249,6 +287,36 @@ def test_why_a_key_of_an_old_epoch_is_a_miss(run: Run, engine: Engine) -> None:
     assert (place["served"], place["epoch"], place["namespace_epoch"]) == (False, now - 1, now)
     assert f"its weights epoch {now - 1} is not the namespace's {now}" in place["why_not"]
     assert "not served" in reported(run, "explain", KEYS[0].hex())
+
+
+def test_a_path_that_is_not_ascii_in_an_ascii_locale(tmp_path: Path) -> None:
+    """From a terminal that can show none of it, too."""
+    names = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, **names, "PYTHONIOENCODING": "ascii"}
+    place = tmp_path / "ä"
+    command = [sys.executable, "-m", "kvhearth_server.cli.app"]
+
+    def say(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [*command, *words], capture_output=True, env=environment, check=False, timeout=60
+        )
+        text = (done.stdout + done.stderr).decode()
+        assert "Traceback" not in text, text
+        return done.returncode, text
+
+    assert say("init", "--dir", str(place))[0] == 0
+    with stopped_daemon(arena=False, starter=harness.SERVE) as daemon:
+        daemon.environment = environment
+        daemon.socket_dir = place / "s"
+        daemon.start()
+        assert say("stat", "--socket-dir", str(daemon.socket_dir))[0] == 0
+        daemon.kill()
+    code, text = say("stat", "--socket-dir", str(place / "t"))
+    assert code == app.EXIT_OTHER
+    assert r"\xe4/t/admin.sock" in text
+    code, text = say("ls", "--socket-dir", os.fsdecode(b"/\xff"))
+    assert code == app.EXIT_CONFIG
+    assert "not UTF-8" in text
 
 
 def test_another_token_is_refused(run: Run, daemon: Daemon, tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ def test_the_sidecar_starts_first_and_has_its_huge_pages() -> None:
     assert settings.allow_uids == (engine["securityContext"]["runAsUser"],)
     volumes = {volume["name"] for volume in spec["volumes"]}
     assert {mount["name"] for mount in daemon["volumeMounts"]} == volumes - {"models"}
+    assert spec["securityContext"]["fsGroup"] == daemon["securityContext"]["runAsGroup"]
+    assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
 
 
 def test_the_sidecars_ssd_tier_is_a_few_lines(tmp_path: Path) -> None:

@@ -9,17 +9,19 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.http_door import ask
+from support.http_door import ANY_PORT, ask
 
 from kvhearth.contract import namespace_digest
 from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth.wire import handshake as wire
+from kvhearth_lab.harness import daemon as harness
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
 
@@ -53,6 +55,16 @@ def event(daemon: Daemon, name: str) -> dict[str, Any]:
     return line
 
 
+def placed_by_default(
+    flags: list[str], environment: Mapping[str, str], log: IO[bytes]
+) -> harness.Process:
+    """Starts a daemon without a socket directory, where /dev/shm is small; root only."""
+    at = flags.index("--socket-dir")
+    script = 'mount -t tmpfs -o size=8M none /dev/shm && mount -t tmpfs none /run && exec "$@"'
+    start = harness.tied(before=["unshare", "-m", "sh", "-c", script, "sh"])
+    return start(flags[:at] + flags[at + 2 :], environment, log)
+
+
 @contextlib.contextmanager
 def attached(daemon: Daemon, engine_id: str) -> Iterator[None]:
     """An engine that maps nothing, and leaves without a goodbye."""
@@ -69,6 +81,19 @@ def lose(daemon: Daemon, engine_id: str) -> None:
     """Attaches an engine and drops it."""
     with attached(daemon, engine_id):
         pass
+
+
+def test_a_default_arena_that_does_not_fit_is_told() -> None:
+    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("needs root, and a namespace of mounts")
+    with stopped_daemon(arena=False, starter=placed_by_default, http=ANY_PORT) as daemon:
+        daemon.launch()
+        assert daemon.ready()["level"] == "info"
+        told = event(daemon, "arena.anonymous")
+        assert told["level"] == "warning"
+        assert told["reason"].startswith("/dev/shm has 8MiB free, and the arena takes 81MiB")
+        assert f"[!]memory: {told['reason']}" in ask(daemon, "/readyz?verbose").body.decode()
+        assert daemon.terminate() == 0
 
 
 def test_the_first_line_is_short_and_has_the_version(daemon: Daemon) -> None:

@@ -90,9 +90,9 @@ def arena_at(name: str, make: Callable[[Path], object], **values: object) -> Pre
     return prepare
 
 
-def arena_mounted(kind: str, options: str, **values: object) -> Prepare:
+def arena_mounted(kind: str, options: str, name: str = ".", **values: object) -> Prepare:
     def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        daemon.arena_dir = undo.enter_context(mounted(kind, options, folder / "mount"))
+        daemon.arena_dir = undo.enter_context(mounted(kind, options, folder / "mount")) / name
         daemon.settings.update(values)
 
     return prepare
@@ -107,9 +107,9 @@ def ssd_at(*names: str, size: str = "300MiB") -> Prepare:
     return prepare
 
 
-def ssd_mounted(options: str) -> Prepare:
+def ssd_mounted(options: str, name: str = ".") -> Prepare:
     def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        place = undo.enter_context(mounted("tmpfs", options, folder / "mount"))
+        place = undo.enter_context(mounted("tmpfs", options, folder / "mount")) / name
         daemon.settings["ssd_dirs"] = [f"{place}=300MiB"]
 
     return prepare
@@ -212,6 +212,10 @@ CASES: dict[str, tuple[Prepare, int]] = {
     "an arena directory of too long a name": (arena_at("x" * 300, lambda path: None), 3),
     "a hugetlbfs that is not mounted": (arena_at("huge", Path.mkdir), 3),
     "a read-only arena directory": (arena_mounted("tmpfs", "ro,size=64m"), 3),
+    "an arena directory to be made on a read-only tmpfs": (
+        arena_mounted("tmpfs", "ro,size=64m", "arena"),
+        3,
+    ),
     "a tmpfs without room for the catalogue": (arena_mounted("tmpfs", "size=30m"), 3),
     "a tmpfs with room for all": (arena_mounted("tmpfs", "size=64m"), 0),
     "hugetlbfs without a page": (arena_mounted("hugetlbfs", "pagesize=2M", hugepages="prefer"), 3),
@@ -239,6 +243,7 @@ CASES: dict[str, tuple[Prepare, int]] = {
     "SSD directories that are one": (ssd_by_two_names, 2),
     "a drive with too little room": (ssd_mounted("size=16m"), 0),
     "a read-only drive": (ssd_mounted("ro,size=128m"), 3),
+    "an SSD directory to be made on a read-only drive": (ssd_mounted("ro,size=128m", "kv"), 3),
     "an HTTP port that is in use": (http_in_use, 1),
     "sockets that are in use": (sockets_in_use, 1),
     "sockets where nothing can be made": (sockets_at(Path("/proc/kvhearth")), 1),
@@ -264,6 +269,7 @@ def test_doctor_says_what_serve_does(
             reported = daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
             # Except for the memory that is available at the moment.
             assert re.sub(r"\d+", "N", reported) in re.sub(r"\d+", "N", verdict), "the same words"
+            assert ("Read-only file system" in verdict) is ("read-only" in name)
 
 
 def test_the_verdict_is_the_last_line(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.raw_door import new_keys
 from support.served import back, served
+from support.ssd_kit import SSD, saved
 
 from kvhearth.model import FLAG_VERIFY
 from kvhearth.proto.v1 import admin_pb2
@@ -53,6 +54,36 @@ def test_a_restart_is_warm_with_an_arena_directory_and_cold_without(arena: bool,
         more = new_keys(8)
         assert engine.store(more).bound == more
         assert served(engine, more) == 8
+
+
+def give_to_group(volume: Path, group: int) -> None:
+    """Do what a kubelet does to a volume of a pod with ``fsGroup: group``."""
+    for place in (volume, *volume.rglob("*")):
+        if not place.is_symlink():
+            os.chown(place, -1, group)
+            place.chmod(place.stat().st_mode | (0o2770 if place.is_dir() else 0o660))
+
+
+def test_a_pods_next_start_finds_its_volumes_given_to_the_group(tmp_path: Path) -> None:
+    ssd = tmp_path / "ssd"
+    with stopped_daemon(**{**SSD, "ssd_dirs": [f"{ssd}=256MiB"]}) as daemon:
+        ssd.mkdir()
+        assert daemon.arena_dir is not None
+        volumes = (daemon.folder, daemon.arena_dir, ssd)
+        keys = new_keys(20)
+        for start in range(2):
+            for volume in volumes:
+                give_to_group(volume, os.getegid())
+            assert daemon.start()
+            with engine_of(daemon.url(), CONTRACT) as engine:
+                if start == 0:
+                    assert engine.store(keys).bound == keys
+                    saved(daemon, len(keys))
+                assert served(engine, keys) == len(keys)
+            until(lambda: daemon.read_back, "the SSD log is recovered")
+            assert daemon.stats().ssd.blocks == len(keys)
+            daemon.kill()
+        assert daemon.socket_dir.stat().st_mode & 0o7777 == 0o2770
 
 
 def test_a_new_engine_finds_what_an_old_one_left() -> None:

@@ -133,6 +133,8 @@ class RefusalRules(MachineBase):
 
         yield "scheduler", Reason.RANK_TAKEN, joining()
         yield "rank", Reason.RANK_TAKEN, joining(scheduler=False)
+        yield "processes", Reason.RANK_TAKEN, joining(process_group="other")
+        yield "processes", Reason.BAD_MESSAGE, joining(process_group="p" * 257)
         yield "rank", Reason.BAD_MESSAGE, joining(rank=made.world_size)
         yield "rank", Reason.BAD_MESSAGE, joining(rank=-2)
         yield "role", Reason.BAD_MESSAGE, joining(scheduler=False, rank=-1)

@@ -166,6 +166,18 @@ def test_a_machine_that_has_nothing_gets_a_line_for_each(tmp_path: Path) -> None
     assert "ulimit -n 3328" in found["nofile"].fix
 
 
+def test_a_control_group_of_version_1_has_too_little_memory(tmp_path: Path) -> None:
+    machine_files(tmp_path, pages=0, available_mib=8192, thp="[always]")
+    write(tmp_path, "proc/self/cgroup", "4:memory:/pod\n")
+    mount = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    write(tmp_path, "proc/self/mountinfo", mount)
+    limit = "sys/fs/cgroup/memory/pod/memory.limit_in_bytes"
+    write(tmp_path, limit, f"{400 << 20}\n")
+    found = findings(Told(tmp_path, good=True), tmp_path)
+    assert found["memory"].grade is Grade.FAIL
+    assert f"400MiB are available by /{limit}" in found["memory"].found
+
+
 @pytest.mark.parametrize(
     ("policy", "grade"), [("require", Grade.FAIL), ("prefer", Grade.WARN), ("off", Grade.OK)]
 )

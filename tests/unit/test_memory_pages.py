@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.memory_places import mounted, tmpfs_directory
 
+from kvhearth.memory_limits import tightest
 from kvhearth_server.memory.mapping import (
     BASE_PAGE_BYTES,
     FilesystemKind,
@@ -84,25 +85,85 @@ def test_thp_setting(tmp_path: Path, top: str, own: str | None, chosen: str, all
     assert kernel.memfd_thp_allowed() is allowed
 
 
-def test_available_is_the_least_of_host_and_control_groups(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/pods/pod1"
+def least(kernel: KernelMemory) -> tuple[str, int]:
+    found = tightest(kernel.limits())
+    assert found is not None
+    return found.name, found.free_bytes
+
+
+V2_MOUNT = "25 20 0:22 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+HYBRID = (
+    "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n"
+    "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    "36 31 0:33 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+    "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
+)
+"""Mounts of a host with version 1 for memory, and version 2 beside it."""
+
+
+def test_the_tightest_limit_of_groups_of_version_2(tmp_path: Path) -> None:
     files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 1024 kB"}
-    assert tree(tmp_path, files).available_bytes() == MIB
+    assert least(tree(tmp_path, files)) == ("MemAvailable of /proc/meminfo", MIB)
     files |= {
         "proc/self/cgroup": "0::/pods/pod1",
-        f"{group}/memory.max": "max",
-        f"{group}/memory.current": "5",
+        "proc/self/mountinfo": V2_MOUNT,
+        "sys/fs/cgroup/pods/pod1/memory.max": "max",
+        "sys/fs/cgroup/pods/pod1/memory.current": "5",
         "sys/fs/cgroup/pods/memory.max": "500000",
         "sys/fs/cgroup/pods/memory.current": "450000",
         "sys/fs/cgroup/pods/memory.stat": "anon 400000\nactive_file 1000\ninactive_file 2000",
     }
-    assert tree(tmp_path, files).available_bytes() == 53_000
+    assert least(tree(tmp_path, files)) == ("/sys/fs/cgroup/pods/memory.max", 53_000)
     files["sys/fs/cgroup/memory.max"] = "10"
-    assert tree(tmp_path, files).available_bytes() == 10
+    assert least(tree(tmp_path, files)) == ("/sys/fs/cgroup/memory.max", 10)
+
+
+def test_the_tightest_limit_of_groups_of_version_1(tmp_path: Path) -> None:
+    top = "sys/fs/cgroup/memory"
+    files = {
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 1024 kB",
+        "proc/self/cgroup": "8:cpu,cpuacct:/other\n4:memory:/docker/a\n0::/",
+        "proc/self/mountinfo": HYBRID,
+        f"{top}/memory.limit_in_bytes": "9223372036854771712",
+        f"{top}/docker/memory.limit_in_bytes": "600000",
+        f"{top}/docker/a/memory.limit_in_bytes": "500000",
+        f"{top}/docker/a/memory.usage_in_bytes": "450000",
+        f"{top}/docker/a/memory.stat": "active_file 9\ntotal_active_file 1000",
+        f"{top}/docker/b/memory.limit_in_bytes": "1",
+    }
+    name = f"/{top}/docker/a/memory.limit_in_bytes"
+    assert least(tree(tmp_path, files)) == (name, 51_000)
+    files[f"{top}/docker/memory.usage_in_bytes"] = "580000"
+    assert least(tree(tmp_path, files)) == (f"/{top}/docker/memory.limit_in_bytes", 20_000)
+
+
+@pytest.mark.parametrize(("group", "free"), [("/docker/a/own", 400), ("/elsewhere", 500)])
+def test_a_containers_mount_shows_its_own_groups(tmp_path: Path, group: str, free: int) -> None:
+    top = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": f"4:memory:{group}",
+        "proc/self/mountinfo": f"35 31 0:32 /docker/a /{top} rw - cgroup cgroup rw,memory",
+        f"{top}/memory.limit_in_bytes": "500",
+        f"{top}/own/memory.limit_in_bytes": "400",
+    }
+    assert least(tree(tmp_path, files))[1] == free
+
+
+def test_the_limit_of_the_address_space(tmp_path: Path) -> None:
+    limits = "Max data size             1     2     bytes\nMax address space         {}     bytes"
+    files = {
+        "proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {4 << 20} kB",
+        "proc/self/limits": limits.format(f"{3 << 30}     unlimited"),
+        "proc/self/statm": f"{(512 * MIB) // BASE_PAGE_BYTES} 429 401 5 0 123 0",
+    }
+    name = "RLIMIT_AS (ulimit -v; threads take 1GiB of it)"
+    assert least(tree(tmp_path, files)) == (name, 1536 * MIB)
+    files["proc/self/limits"] = limits.format("unlimited     unlimited")
+    assert least(tree(tmp_path, files)) == ("MemAvailable of /proc/meminfo", 4 << 30)
 
 
 def test_nothing_known_about_available_memory(tmp_path: Path) -> None:
-    assert KernelMemory(tmp_path).available_bytes() is None
+    assert KernelMemory(tmp_path).limits() == []
 
 
 def test_pmd_mapped_bytes_of_one_mapping(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from support.daemon import until
 from support.memory_places import Child, free_hugepages, mounted, need_hugepages, tmpfs_directory
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.memory_limits import MemoryLimit
 from kvhearth_server.memory.mapping import (
     HugepagePolicy,
     KernelMemory,
@@ -103,8 +104,9 @@ class ScriptedKernel(KernelMemory):
         (root / THP).write_text(f"[{thp}]")
         self._given_bytes = available_bytes
 
-    def available_bytes(self) -> int | None:
-        return self._given_bytes
+    def limits(self) -> list[MemoryLimit]:
+        given = self._given_bytes
+        return [] if given is None else [MemoryLimit("the test", given, given)]
 
 
 def test_it_is_zeroed_populated_and_shared(where: tuple[Path | None, HugepagePolicy]) -> None:
@@ -296,13 +298,13 @@ def test_a_small_tmpfs_is_refused_with_what_is_free(tmp_path: Path, hidden: bool
     with mounted("tmpfs", "size=6M", tmp_path / "small") as path:
 
         class Racing(KernelMemory):
-            def available_bytes(self) -> int | None:
+            def limits(self) -> list[MemoryLimit]:
                 if hidden and not (path / "other").exists():
                     (path / "other").write_bytes(bytes(4 * MIB))
-                return super().available_bytes()
+                return super().limits()
 
         size = SIZE if hidden else 8 * MIB
-        with pytest.raises(KVHearthError, match="MiB free") as caught:
+        with pytest.raises(KVHearthError, match=f"the size of the tmpfs of {path}") as caught:
             create_segment(size, OFF, path=path / "segment", kernel=Racing())
         assert caught.value.reason is Reason.MEMORY_UNAVAILABLE
         assert not (path / "segment").exists()

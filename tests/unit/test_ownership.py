@@ -12,7 +12,7 @@ import pytest
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES, EpochStore
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
-from kvhearth_server.ownership import foreign, open_to_all, read_own
+from kvhearth_server.ownership import foreign, open_to_all, read_own, read_secret
 from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 from kvhearth_server.tiers.ssd.files import Files
 
@@ -27,6 +27,43 @@ def test_a_directory_of_ones_own(tmp_path: Path, mode: int) -> None:
 def test_a_directory_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     assert f"mode {mode:04o}" in foreign(tmp_path)
+
+
+FS_GROUP = 2000
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "groups", "accepted"),
+    [
+        ("folder", 0o2770, [FS_GROUP], True),
+        ("folder", 0o2775, [FS_GROUP], True),
+        ("folder", 0o2770, [], False),
+        ("folder", 0o770, [FS_GROUP], False),
+        ("folder", 0o2777, [FS_GROUP], False),
+        ("file", 0o660, [FS_GROUP], True),
+        ("file", 0o660, [], False),
+        ("file", 0o620, [FS_GROUP], False),
+        ("file", 0o666, [FS_GROUP], False),
+    ],
+)
+def test_bits_of_an_fs_group(
+    tmp_path: Path, kind: str, mode: int, groups: list[int], accepted: bool
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to have another group")
+    place = tmp_path / kind
+    place.mkdir() if kind == "folder" else place.touch()
+    os.chown(place, -1, FS_GROUP)
+    place.chmod(mode)
+    before = os.getgroups()
+    os.setgroups(groups)
+    try:
+        assert (foreign(place) == "") is accepted
+        if kind == "file":
+            with pytest.raises(PermissionError):
+                read_secret(place, 10)
+    finally:
+        os.setgroups(before)
 
 
 def test_another_users_file(tmp_path: Path) -> None:

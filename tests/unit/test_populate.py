@@ -94,26 +94,31 @@ def test_memory_that_is_not_there_is_no_error() -> None:
 
 @needs_populate
 def test_scarce_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figures = tmp_path / "meminfo"
-    figures.write_text("MemTotal: 8388608 kB\nMemAvailable: 1060000 kB\n")
-    monkeypatch.setattr(populate, "_MEMORY", figures)
-    monkeypatch.setattr(populate, "_NODES", tmp_path / "online")
-    monkeypatch.setattr(populate, "_CGROUP", tmp_path)
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 1060000 kB\n")
+    monkeypatch.setattr(populate, "_ROOT", tmp_path)
     area = memory()
-    work = Populate([span(area)], [area], allocates=True)
-    assert work.wait(20)
-    assert work.done_bytes == 0
-    figures.write_text("MemTotal: 8388608 kB\nMemAvailable: 8000000 kB\n")
-    assert populate._plenty(1 << 30)
-    (tmp_path / "memory.max").write_text(f"{4 << 30}")
-    (tmp_path / "memory.current").write_text(f"{3 << 30}")
-    assert not populate._plenty(1 << 20)
-    (tmp_path / "memory.max").write_text("max")
-    assert populate._plenty(1 << 20)
-    (tmp_path / "online").write_text("0-1\n")
-    work = Populate([span(area)], [area], allocates=True)
-    assert work.wait(20)
-    assert work.done_bytes == 0
+
+    def taken_bytes() -> int:
+        work = Populate([span(area)], [area], allocates=True)
+        assert work.wait(20)
+        return work.done_bytes
+
+    assert taken_bytes() == 0
+    write("proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 8000000 kB\n")
+    write("proc/self/cgroup", "4:memory:/\n")
+    write("proc/self/mountinfo", "35 31 0:32 / /sys/fs/cgroup rw - cgroup cgroup rw,memory\n")
+    write("sys/fs/cgroup/memory.limit_in_bytes", f"{4 << 30}")
+    write("sys/fs/cgroup/memory.usage_in_bytes", f"{3 << 30}")
+    assert taken_bytes() == 0
+    write("sys/fs/cgroup/memory.limit_in_bytes", "9223372036854771712")
+    write("sys/devices/system/node/online", "0-1\n")
+    assert taken_bytes() == 0
+    write("sys/devices/system/node/online", "0\n")
+    assert taken_bytes() == area.nbytes
 
 
 def test_spans_of_pages_cover_them_once() -> None:

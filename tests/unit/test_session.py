@@ -225,18 +225,28 @@ def test_a_bad_user_id_in_the_url(option: str) -> None:
     assert parse_url("kvhearth+unix:///run/kvhearth?daemon_uid=10").daemon_uid == 10
 
 
-@pytest.mark.parametrize("unknown", [["shared_index"], ["numa_node", "shared_index"]])
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        ["process_group"],
+        ["process_group", "shared_index"],
+        ["process_group", "numa_node", "shared_index"],
+    ],
+)
 def test_an_older_daemon_gets_the_hello_without_what_it_refuses(
     tmp_path: Path, unknown: list[str]
 ) -> None:
-    newest = dataclasses.replace(hello(), numa_node=1, shared_index=True)
+    newest = dataclasses.replace(hello(), numa_node=1, shared_index=True, process_group="p")
     with running(tmp_path, small_contract()) as daemon:
         daemon.unknown_fields = frozenset(unknown)
         before = open_descriptors()
         link = open_link(url(tmp_path), newest)
         (told,) = daemon.hellos
         assert told == dataclasses.replace(
-            newest, shared_index=False, numa_node=-1 if "numa_node" in unknown else 1
+            newest,
+            process_group="",
+            shared_index="shared_index" not in unknown,
+            numa_node=-1 if "numa_node" in unknown else 1,
         )
         assert link.mapping is not None
         assert not link.tables

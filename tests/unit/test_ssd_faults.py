@@ -314,7 +314,7 @@ def test_a_file_system_that_was_remounted_read_only(tmp_path: Path) -> None:
         desk = Desk(tier, arena)
         desk.settle()
         assert len(desk.load(range(20)).rows(Done)) == 20
-        assert "may not be written to" in tier.health().reasons[0]
+        assert "may not be written to (Read-only file system)" in tier.health().reasons[0]
         assert desk.store([50]).parts[0][0] == Throttled("degraded", 60.0)
         tier.close()
 

@@ -77,8 +77,10 @@ def config(role: str = "kv_both", **over: Any) -> Any:
         "kv_transfer_config": transfer,
         "speculative_config": None,
         "scheduler_config": SimpleNamespace(**scheduler),
-        "model_config": SimpleNamespace(is_prefix_caching_supported=True),
+        "model_config": SimpleNamespace(model="org/model", is_prefix_caching_supported=True),
         "weight_transfer_config": None,
+        "parallel_config": SimpleNamespace(nnodes=1),
+        "instance_id": "run1",
     }
     return SimpleNamespace(**{**values, **over})
 

@@ -20,6 +20,8 @@ from kvhearth.connectors.vllm.identity import (
     EngineGroup,
     Weights,
     engine_contract,
+    model_name_of,
+    process_group_of,
     weights_change,
     weights_of,
 )
@@ -146,6 +148,29 @@ def test_dummy_weights_are_nobody_elses() -> None:
     dummy.kv_transfer_config = SimpleNamespace(engine_id="engine-2")
     assert found.private
     assert contract(dummy) != found
+
+
+def test_the_nodes_of_an_engine_are_one_process_group() -> None:
+    nodes = [
+        config(
+            instance_id=number,
+            parallel_config=SimpleNamespace(nnodes=2, master_addr="10.0.0.1", master_port=29501),
+        )
+        for number in "12"
+    ]
+    assert {process_group_of(one) for one in nodes} == {"10.0.0.1:29501"}
+    replicas = [config(instance_id=number) for number in "12"]
+    assert [process_group_of(one) for one in replicas] == ["1", "2"]
+
+
+def test_the_name_of_a_local_model(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "llama")
+    named = config()
+    assert model_name_of(named) == ""
+    named.model_config.model = f"{folder}/."
+    assert model_name_of(named) == "llama"
+    named.model_config.model, named.model_config.model_weights = "/tmp/pulled", "s3://b/qwen/"
+    assert model_name_of(named) == "qwen"
 
 
 @pytest.mark.parametrize("name", ["dummy", "live", "branch", "object store", "seed", "draft"])

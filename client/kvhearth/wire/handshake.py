@@ -112,6 +112,25 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Run:
+    """One run of an engine, beside its name.
+
+    Attributes:
+        process_group: name of the processes that run as this engine, equal in all of them and in no
+            others. A process of another group is refused, so that two engines under one
+            ``engine_id`` do not mix. "" if the ``engine_id`` is such a name.
+        model_name: name of a local model's directory, which the daemon shows to people; "" if the
+            contract names the model.
+    """
+
+    process_group: str = ""
+    model_name: str = ""
+
+
+NAMELESS = Run()
+
+
+@dataclass(frozen=True)
 class Hello:
     """The client's first frame.
 
@@ -130,6 +149,7 @@ class Hello:
         shared_index: whether to send the descriptors of the generations and of the shared index.
         tenant: tenant that a gateway speaks for; "" is the tenant of this process's user.
         identity: name of the remote peer that a gateway speaks for, for the daemon's log.
+        process_group, model_name: as in ``Run``.
     """
 
     protocol: int
@@ -147,6 +167,8 @@ class Hello:
     shared_index: bool = False
     tenant: str = ""
     identity: str = ""
+    process_group: str = ""
+    model_name: str = ""
 
     def to_message(self) -> dict[str, Any]:
         """Return the hello as a frame's message.
@@ -157,7 +179,7 @@ class Hello:
         values = asdict(self)
         if self.numa_node < 0:
             del values["numa_node"]
-        for name in ("shared_index", "tenant", "identity"):
+        for name in ("shared_index", "tenant", "identity", "process_group", "model_name"):
             if not values[name]:
                 del values[name]
         return {"kind": "hello", **values}
@@ -166,8 +188,9 @@ class Hello:
         """Return this hello, then the same for older daemons: each without one more of the fields
         that came later.
         """
-        without_index = replace(self, shared_index=False)
-        found = [self, without_index, replace(without_index, numa_node=-1)]
+        without_names = replace(self, process_group="", model_name="")
+        without_index = replace(without_names, shared_index=False)
+        found = [self, without_names, without_index, replace(without_index, numa_node=-1)]
         return [each for at, each in enumerate(found) if each not in found[:at]]
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import sys
 import time
 from typing import Annotated
@@ -183,7 +182,7 @@ def _ask(space: admin_pb2.NamespaceInfo) -> None:
     """
     if not sys.stdin.isatty():
         raise KVHearthError(Reason.CONFIG_INVALID, "forget asks on a terminal; add --yes")
-    model = printable(str(json.loads(space.contract_json)["model"]))
+    model = printable(space.model)
     message = f"{short(space.namespace)} (tenant {space.tenant}, model {model})"
     held = f"{space.blocks} blocks, {size(space.bytes)} in memory"
     typer.confirm(f"forget {message} with {held} and its copies on SSD?", abort=True, err=True)

@@ -26,6 +26,7 @@ from kvhearth.wire.frames import (
     error_from_code,
 )
 from kvhearth_server.cli import liveness
+from kvhearth_server.cli.output import written_directory
 from kvhearth_server.config.load import load_settings
 
 DEADLINE_S = 20.0
@@ -45,7 +46,7 @@ def directory(given: Path | None) -> Path:
         KVHearthError: ``config_invalid``.
     """
     if given is not None:
-        return Path(os.path.abspath(given.expanduser()))
+        return written_directory(given, "--socket-dir")
     found = load_settings({}).socket_dir
     return find_socket_dir() if found == default_socket_dir() else found
 

@@ -8,6 +8,7 @@ anything else is imported.
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 
@@ -250,10 +251,25 @@ def run(args: Sequence[str] | None = None, kinds: Sequence[TierKind] | None = No
 
 def main(kinds: Sequence[TierKind] | None = None) -> None:
     """Run the console script."""
+    _use_utf8()
     # Per-slot arrays are sparse: with transparent huge pages under them, a slab's few rows would
     # make 2 MiB of each resident. Must be set before numpy is imported.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     _end(run(kinds=kinds))
+
+
+def _use_utf8() -> None:
+    """Start anew in Python's UTF-8 mode where the locale has another encoding.
+
+    Paths are UTF-8 for gRPC, in files and in the log. With a locale's ASCII half of them would be
+    escapes that nothing can write.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _end(code: int) -> NoReturn:

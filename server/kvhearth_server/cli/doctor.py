@@ -20,6 +20,7 @@ from rich.markup import escape
 
 from kvhearth import native
 from kvhearth.errors import KVHearthError
+from kvhearth.memory_limits import tightest
 from kvhearth_server.cli.app import exit_code
 from kvhearth_server.cli.machine import Drive, Machine
 from kvhearth_server.cli.output import AsJson, console, say_json, size, waiting
@@ -282,10 +283,16 @@ def hugepages(look: Look) -> Iterator[Finding]:
 
 
 def memory_left(look: Look) -> Iterator[Finding]:
-    """Check the memory that is available beside the arena."""
-    wanted = room_of(arena_plan(look.settings).geometry, _arena_place(look.settings)).bytes
-    left = look.machine.memory.available_bytes()
-    known = "what is available is not known" if left is None else f"{size(left)} are available"
+    """Tell the memory that the tightest limit leaves, and that of the arena."""
+    place = _arena_place(look.settings)
+    wanted = room_of(arena_plan(look.settings).geometry, place).bytes
+    limits = look.machine.memory.limits()
+    if place is not None and look.settings.arena_dir is not None:
+        limits += place.limits(look.settings.arena_dir)
+    left = tightest(limits)
+    known = "what is available is not known"
+    if left is not None:
+        known = f"{size(left.free_bytes)} are available by {left.name}"
     yield Finding("memory", Grade.OK, f"{known}, the arena takes {size(wanted)}")
 
 
@@ -408,7 +415,8 @@ def directories(look: Look) -> Iterator[Finding]:
     arena = look.settings.arena_dir
     if arena is None:
         fix = "run: mkdir -p /dev/shm/kvhearth, then set arena_dir: /dev/shm/kvhearth"
-        found = "none: a restart of the daemon starts with a cold cache"
+        fallback = look.settings.arena_fallback.partition(";")[0]
+        found = f"none: {fallback or 'a restart of the daemon starts with a cold cache'}"
         yield Finding("arena_dir", Grade.WARN, found, fix)
         return
     place = _arena_place(look.settings)

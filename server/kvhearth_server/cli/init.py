@@ -13,10 +13,11 @@ import typer
 import yaml
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.memory_limits import tightest
 from kvhearth.url import SYSTEM_SOCKET_DIR, default_socket_dir
 from kvhearth_server.cli.config import commented_settings
 from kvhearth_server.cli.machine import Machine
-from kvhearth_server.cli.output import AsJson, say_json, size
+from kvhearth_server.cli.output import AsJson, say_json, size, written_directory
 from kvhearth_server.config.load import SHARED_MEMORY, load_settings
 from kvhearth_server.config.model import HUGEPAGE_BYTES
 from kvhearth_server.config.value_types import format_size, parse_size
@@ -104,7 +105,8 @@ def _memory(machine: Machine, memory: int | None, *, system: bool) -> tuple[int,
     place = SHARED_MEMORY / name
     if memory is not None:
         return memory, place, "As asked for."
-    available = machine.memory.available_bytes() or 2 * _MEMORY_LEAST
+    least = tightest(machine.memory.limits())
+    available = least.free_bytes if least is not None else 2 * _MEMORY_LEAST
     room = machine.space(SHARED_MEMORY, place)[0]
     part = 2 if system else 4
     chosen = max(_MEMORY_LEAST, min(available // part, room * 9 // 10) // _SLAB * _SLAB)
@@ -224,7 +226,8 @@ def init(
     """
     whole = os.geteuid() == 0 if system is None else system
     chosen = list(choices(Machine(), parse_size(memory) if memory else None, system=whole))
-    config, unit = places(folder, system=whole)
+    place = None if folder is None else written_directory(folder, "--dir")
+    config, unit = places(place, system=whole)
     for path in (config, unit):
         if path.exists() and not force:
             message = f"{path} exists; look at it, then give --force to replace it"
@@ -233,7 +236,7 @@ def init(
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         message = f"cannot write {error.filename}: {error.strerror}; name a directory with --dir"
         raise KVHearthError(Reason.CONFIG_INVALID, message) from None

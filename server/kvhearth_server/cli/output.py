@@ -16,6 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.config.load import one_line
+from kvhearth_server.config.value_types import directory
+
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object with stable names on stdout.")
 ]
@@ -106,6 +110,19 @@ def table(*heads: str, right: Iterable[str] = ()) -> Table:
     for head in heads:
         made.add_column(head, justify="right" if head in right else "left", no_wrap=True)
     return made
+
+
+def written_directory(given: Path, flag: str) -> Path:
+    """Return the absolute path of a flag's directory.
+
+    Raises:
+        KVHearthError: ``config_invalid``: nothing can have that name.
+    """
+    try:
+        return directory(given)
+    except ValueError as error:
+        message = one_line(f"{flag}: {given}: {error}")
+        raise KVHearthError(Reason.CONFIG_INVALID, message) from None
 
 
 def row(shown: Table, *cells: object) -> None:

@@ -60,7 +60,7 @@ def ls(
         contract = json.loads(space.contract_json)
         quota = size(space.quota_bytes) if space.quota_bytes else "-"
         counts = (_engines(space), str(space.blocks), size(space.bytes), quota, str(space.epoch))
-        names = (short(space.namespace), space.tenant, contract["model"], contract["kv_dtype"])
+        names = (short(space.namespace), space.tenant, space.model, contract["kv_dtype"])
         row(shown, *names, *counts)
     console().print(shown)
 
@@ -75,6 +75,7 @@ def _show_one(space: admin_pb2.NamespaceInfo, *, as_json: bool) -> None:
         ("namespace", space.namespace),
         ("tenant", space.tenant),
         ("engines", _engines(space)),
+        ("model", space.model),
         ("blocks", space.blocks),
         ("bytes", size(space.bytes)),
         ("quota", size(space.quota_bytes) if space.quota_bytes else "-"),

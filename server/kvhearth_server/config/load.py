@@ -184,20 +184,32 @@ def _placed(settings: Settings, arena_given: bool) -> Settings:
     """
     values = {name: getattr(settings, name) for name in Settings.model_fields}
     values["socket_dir"] = default_socket_dir()
-    if not arena_given and settings.hugepages != "require":
-        arena_dir = SHARED_MEMORY / f"kvhearth-{os.geteuid()}"
-        values["arena_dir"] = arena_dir if _has_room(arena_dir, settings.memory) else None
-    return Settings(**values)
+    if arena_given:
+        return Settings(**values)
+    arena_dir = SHARED_MEMORY / f"kvhearth-{os.geteuid()}"
+    if reason := _unusable(arena_dir, settings):
+        return Settings(**values).without_arena_dir(
+            f"{reason}: the arena is in anonymous memory, and the cache ends with the daemon; give "
+            "an arena_dir where it fits, or none to have it so"
+        )
+    return Settings(**{**values, "arena_dir": arena_dir})
 
 
-def _has_room(arena_dir: Path, memory_bytes: int) -> bool:
-    """Return whether /dev/shm has room for an arena, with what an earlier one takes there."""
+def _unusable(arena_dir: Path, settings: Settings) -> str:
+    """Return the reason why the default arena cannot be on /dev/shm; "" if it can be there."""
+    if settings.hugepages == "require":
+        return f"huge pages are required, and {SHARED_MEMORY} has none"
     try:
         taken = sum(each.stat().st_blocks * 512 for each in arena_dir.glob("*"))
         room = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return False
-    return room.f_bavail * room.f_frsize + taken >= memory_bytes + memory_bytes // 32 + ARENA_EXTRA
+    except OSError as error:
+        return f"{SHARED_MEMORY} cannot be used ({error.strerror})"
+    free = room.f_bavail * room.f_frsize + taken
+    needed = settings.memory + settings.memory // 32 + ARENA_EXTRA
+    if free >= needed:
+        return ""
+    free_mib, needed_mib = free >> 20, -(-needed >> 20)
+    return f"{SHARED_MEMORY} has {free_mib}MiB free, and the arena takes {needed_mib}MiB"
 
 
 def merged_settings(running: Settings, read: Settings) -> tuple[Settings, list[str], list[str]]:

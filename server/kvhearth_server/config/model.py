@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvhearth.errors import KVHearthError
@@ -66,6 +66,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True
     )
+    _arena_fallback: str = PrivateAttr("")
 
     socket_dir: Path = Field(
         SYSTEM_SOCKET_DIR,
@@ -377,6 +378,17 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Use only the caller's values; ``load_settings`` merges the other sources by name."""
         return (init_settings,)
+
+    @property
+    def arena_fallback(self) -> str:
+        """Reason why an arena that nobody placed is in anonymous memory; "" if it is not."""
+        return self._arena_fallback
+
+    def without_arena_dir(self, reason: str) -> Self:
+        """Return these settings with the reason why the default ``arena_dir`` is not used."""
+        copy = self.model_copy(update={"arena_dir": None})
+        copy._arena_fallback = reason
+        return copy
 
     @field_validator("arena_dir", mode="before")
     @classmethod

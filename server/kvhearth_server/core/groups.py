@@ -211,7 +211,8 @@ class Group:
     is ``GONE``. A reservation is in ``reservations`` until it is aborted, then in
     ``pending_aborts`` if the abort was in doubt; while it is granted in portions it is in
     ``unfinished``, too. ``leased_at`` is the grant time of each of ``leases``. ``asked_tokens`` are
-    those that its lookups named, ``hit_tokens`` those that they could restore.
+    those that its lookups named, ``hit_tokens`` those that they could restore. ``process_group`` is
+    the name that all its members gave.
     """
 
     number: int
@@ -221,6 +222,7 @@ class Group:
     incarnation: int
     namespace: int
     world_size: int
+    process_group: str = ""
     members: dict[int, Member] = field(default_factory=dict)
     ended: bool = False
     stock_bytes: int = 0
@@ -367,7 +369,13 @@ class Groups:
         return None
 
     def create(
-        self, tenant: str, segment: int, engine_id: str, namespace: int, world_size: int
+        self,
+        tenant: str,
+        segment: int,
+        engine_id: str,
+        namespace: int,
+        world_size: int,
+        process_group: str,
     ) -> Group:
         """Create a new incarnation of an engine."""
         name = (tenant, engine_id)
@@ -377,7 +385,9 @@ class Groups:
             self._incarnations.popitem(last=False)
         number = self._next
         self._next += 1
-        group = Group(number, tenant, segment, engine_id, incarnation, namespace, world_size)
+        group = Group(
+            number, tenant, segment, engine_id, incarnation, namespace, world_size, process_group
+        )
         self._add(group)
         return group
 

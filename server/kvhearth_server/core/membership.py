@@ -23,6 +23,7 @@ class Joining:
     """A session that wants to attach, as established by the shell.
 
     ``tenant`` comes from the peer's identity; ``node`` is the NUMA node it copies from, or -1.
+    ``process_group`` is the same in all processes of one engine; ``model_name`` is for people.
     """
 
     session: int
@@ -34,6 +35,8 @@ class Joining:
     incarnation: int
     mapped: bool
     node: int = -1
+    process_group: str = ""
+    model_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class Joined:
 
 
 ENGINE_ID_CHARS_MAX = 256
+_REMEDY = (
+    "give each replica an engine_id of its own (vLLM makes one where kv_transfer_config has none), "
+    "or end the other one"
+)
 
 
 class Membership:
@@ -86,11 +93,13 @@ class Membership:
                 joining.engine_id,
                 namespace.number,
                 joining.contract.world_size,
+                joining.process_group,
             )
             namespace.groups += 1
         else:
             namespace = state.namespaces.get(group.namespace)
             self._check_place(group, namespace, joining)
+        state.namespaces.name_model(namespace, joining.model_name)
         member = Member(
             joining.session,
             joining.rank,
@@ -144,6 +153,12 @@ class Membership:
         require(
             named, Reason.BAD_MESSAGE, f"engine_id must have 1..{ENGINE_ID_CHARS_MAX} characters"
         )
+        for name in ("process_group", "model_name"):
+            require(
+                len(getattr(joining, name)) <= ENGINE_ID_CHARS_MAX,
+                Reason.BAD_MESSAGE,
+                f"{name} must have at most {ENGINE_ID_CHARS_MAX} characters",
+            )
         require(
             -1 <= joining.rank < contract.world_size and (joining.scheduler or joining.rank >= 0),
             Reason.BAD_MESSAGE,
@@ -167,6 +182,11 @@ class Membership:
             Reason.STALE_INCARNATION,
             f"incarnation {joining.incarnation} is not the running one, {group.incarnation}",
         )
+        require(
+            joining.process_group == group.process_group,
+            Reason.RANK_TAKEN,
+            f"engine {joining.engine_id!r} runs already in other processes; {_REMEDY}",
+        )
         differing = differences(joining.contract, namespace.contract)
         if differing:
             text = "; ".join(
@@ -184,7 +204,7 @@ class Membership:
             require(
                 not same,
                 Reason.RANK_TAKEN,
-                f"engine {joining.engine_id!r} has this scheduler or rank already",
+                f"engine {joining.engine_id!r} has this scheduler or rank already; {_REMEDY}",
             )
 
     def _end(self, group: Group) -> None:

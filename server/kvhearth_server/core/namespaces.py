@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Namespace:
     ``tier_epoch`` counts how often its copies on slower tiers were dropped. It is part of the
     namespace's name there, so that copies from before are never found again. ``label`` names the
     weights at shared tiers, "" those of the contract; None keeps the namespace off these.
+    ``model_name`` is the name of a local model's directory, as its first engine told it.
     """
 
     number: int
@@ -50,6 +52,7 @@ class Namespace:
     epoch: int = 1
     tier_epoch: int = 0
     label: str | None = ""
+    model_name: str = ""
     quota_bytes: int | None = None
     used_bytes: int = 0
     blocks: int = 0
@@ -60,6 +63,17 @@ class Namespace:
     def unused(self) -> bool:
         """Whether nobody uses it and it has nothing."""
         return not (self.blocks or self.groups or self.used_bytes)
+
+    @property
+    def model(self) -> str:
+        """The model for people: a hub's name; of a local model the last name of its path, and four
+        digits of the digest of its identity.
+        """
+        model, revision = self.contract.model, self.contract.revision
+        if not self.model_name and not model.startswith(_PATHS):
+            return model
+        digest = hashlib.sha256(f"{model}\0{revision}".encode()).hexdigest()
+        return f"{self.model_name or model.rstrip('/').rpartition('/')[2]}#{digest[:4]}"
 
     @functools.cached_property
     def contract_json(self) -> str:
@@ -72,6 +86,7 @@ class Namespace:
         return json.dumps(self.contract_json)
 
 
+_PATHS = ("/", "~", "./", "../")
 NUMBER_MAX = 0xFFFF
 CONTRACT_BYTES_MAX = 4 << 20
 """Upper bound on the bytes of all contracts; the durable catalogue always has room for them."""
@@ -165,13 +180,22 @@ class Namespaces:
         epoch: int,
         tier_epoch: int = 0,
         label: str | None = "",
+        model_name: str = "",
     ) -> Namespace:
         """Restore a namespace from the durable catalogue."""
         digest = namespace_digest(tenant, contract)
         quota = self._quota_bytes
-        made = Namespace(number, digest, tenant, contract, epoch, tier_epoch, label, quota)
+        made = Namespace(
+            number, digest, tenant, contract, epoch, tier_epoch, label, model_name, quota
+        )
         self._add(made)
         return made
+
+    def name_model(self, namespace: Namespace, model_name: str) -> None:
+        """Name the model for people, unless it has a name."""
+        if model_name and not namespace.model_name:
+            namespace.model_name = model_name
+            self.version += 1
 
     def bump(self, namespace: Namespace, expected: int, label: str | None = None) -> int:
         """Raise the weights epoch if it is the expected one; returns the new one. ``label`` names

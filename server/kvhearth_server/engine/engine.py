@@ -295,6 +295,8 @@ class Engine:
             hello.incarnation,
             hello.map_arena,
             hello.numa_node,
+            hello.process_group,
+            hello.model_name,
         )
         lock_byte, descriptors = -1, list[int]()
         with contextlib.ExitStack() as undo:
@@ -533,7 +535,8 @@ def _contract_of(hello: Hello) -> Contract:
             Reason.PROTOCOL_VERSION,
             f"client speaks protocol {hello.protocol}, daemon {PROTOCOL_VERSION}: update one",
         )
-    require(hello.engine_id.isprintable(), Reason.BAD_MESSAGE, "engine_id must be printable")
+    for name in ("engine_id", "process_group", "model_name"):
+        require(getattr(hello, name).isprintable(), Reason.BAD_MESSAGE, f"{name} must be printable")
     contract = Contract.from_json(hello.contract)
     # Escapes can make the canonical form longer than the text received; a successor must be able to
     # read it.

@@ -112,7 +112,7 @@ def _named(space: Namespace, sums: list[int]) -> NamespaceNow:
         blocks=space.blocks,
         used_bytes=space.used_bytes,
         tenant=space.tenant,
-        model=contract.model,
+        model=space.model,
         revision=contract.revision,
         kv_dtype=contract.kv_dtype,
         epoch=space.epoch,

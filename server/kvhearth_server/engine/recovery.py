@@ -112,7 +112,8 @@ def namespace_texts(state: CoreState) -> list[str]:
     """Return each namespace as a JSON object; its contract, which may be long, is encoded once."""
     return [
         f'{{"contract":{space.contract_text},"epoch":{space.epoch},'
-        f'"label":{json.dumps(space.label)},"number":{space.number},'
+        f'"label":{json.dumps(space.label)},"model_name":{json.dumps(space.model_name)},'
+        f'"number":{space.number},'
         f'"tenant":{json.dumps(space.tenant)},"tier_epoch":{space.tier_epoch}}}'
         for space in state.namespaces
     ]
@@ -180,6 +181,7 @@ def check_namespaces(content: dict[str, Any]) -> None:
             whole &= all(type(each) is int and 0 <= each <= _EPOCH_MAX for each in epochs)
             label = entry.get("label")
             whole &= label is None or isinstance(label, str)
+            whole &= isinstance(entry.get("model_name", ""), str)
             if not whole or not isinstance(entry["tenant"], str):
                 raise ValueError(f"namespace {entry['number']!r} is not whole")
         counts = (content["epoch_floor"], content["next_session"])
@@ -207,7 +209,10 @@ def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
                 # A catalogue from before labels does not tell the weights of later epochs.
                 label = entry.get("label", "" if epoch == 1 else None)
                 dropped = int(entry.get("tier_epoch", 0))
-                state.namespaces.restore(number, entry["tenant"], contract, epoch, dropped, label)
+                name = entry.get("model_name", "")
+                state.namespaces.restore(
+                    number, entry["tenant"], contract, epoch, dropped, label, name
+                )
     except (KeyError, TypeError, ValueError, KVHearthError) as error:
         raise _damaged(error) from None
 

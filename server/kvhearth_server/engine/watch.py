@@ -152,7 +152,7 @@ class Watch:
         state = self._engine.core.state
         for (number, cause), blocks in state.take_evictions().items():
             space = state.namespaces.find_number(number)
-            name = "" if space is None else f"{space.digest.hex()[:12]} {space.contract.model}"
+            name = "" if space is None else f"{space.digest.hex()[:12]} {space.model}"
             self._note("eviction", cause, name, blocks)
 
     def _note_engines(self) -> None:

@@ -24,7 +24,7 @@ from kvhearth_server.memory.mapping import (
     map_shared,
     populate,
 )
-from kvhearth_server.ownership import check_own, read_own
+from kvhearth_server.ownership import check_own, read_own, unwritable
 
 LOCK_FILE_NAME = "arena.lock"
 
@@ -71,8 +71,8 @@ def check_lockable(path: Path) -> None:
     try:
         lock = os.open(path / LOCK_FILE_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise _unusable(path, os.strerror(errno.EACCES)) from None
+        if problem := unwritable(path):
+            raise _unusable(path, problem) from None
         return
     except OSError as error:
         raise _unusable(path, error.strerror) from error

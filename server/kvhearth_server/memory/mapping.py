@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.memory_limits import MemoryLimit, address_space, memory_groups
 from kvhearth.shared_memory import (
     MADV_DONTDUMP,
     MADV_HUGEPAGE,
@@ -86,6 +87,14 @@ class Filesystem:
     free_bytes: int
     total_bytes: int
     huge_option: str = "never"
+
+    def limits(self, folder: Path) -> list[MemoryLimit]:
+        """Return the limit that the size of a tmpfs is for files in ``folder``, if it has one."""
+        if self.kind is not FilesystemKind.TMPFS or not self.total_bytes:
+            return []
+        return [
+            MemoryLimit(f"the size of the tmpfs of {folder}", self.total_bytes, self.free_bytes)
+        ]
 
 
 @dataclass(frozen=True)
@@ -161,16 +170,17 @@ class KernelMemory:
             return setting == "force"
         return filesystem.huge_option in _THP_ON
 
-    def available_bytes(self) -> int | None:
-        """Memory that can be taken without swapping or an OOM kill; None if unknown.
+    def limits(self) -> list[MemoryLimit]:
+        """Return all limits of memory that can be taken without swapping or an OOM kill.
 
-        This is the minimum of MemAvailable and the room left by the limits of this process's
-        control group (v2) and its parents. MemAvailable alone is the host's, even inside a
-        container.
+        MemAvailable is the host's, even inside a container, whose control groups have their own.
         """
-        figures = [self._meminfo_bytes("MemAvailable"), *self._cgroup_room()]
-        known = [figure for figure in figures if figure is not None]
-        return min(known) if known else None
+        groups = (each for group in memory_groups(self._root) for each in group.limits())
+        return [*self._machine_limit(), *groups, *self.address_space()]
+
+    def address_space(self) -> list[MemoryLimit]:
+        """Return the limit of this process's mappings, if it has one."""
+        return address_space(self._root)
 
     def pmd_mapped_bytes(self, address: int) -> int:
         """Bytes of this process's mapping at ``address`` that are in transparent huge pages."""
@@ -207,32 +217,10 @@ class KernelMemory:
         finally:
             os.close(descriptor)
 
-    def _cgroup_room(self) -> list[int]:
-        own = next(
-            (
-                line[3:]
-                for line in (self._text("proc/self/cgroup") or "").splitlines()
-                if line.startswith("0::")
-            ),
-            "/",
-        )
-        top = Path("sys/fs/cgroup")
-        group = top / own.lstrip("/")
-        rooms: list[int] = []
-        while group == top or top in group.parents:
-            limit = self._text(str(group / "memory.max"))
-            if limit and limit != "max":
-                used = int(self._text(str(group / "memory.current")) or "0")
-                rooms.append(max(int(limit) - used + self._page_cache_bytes(group), 0))
-            group = group.parent
-        return rooms
-
-    def _page_cache_bytes(self, group: Path) -> int:
-        """Bytes that the group would release under pressure (file pages, not shared memory)."""
-        rows = (
-            line.split() for line in (self._text(str(group / "memory.stat")) or "").splitlines()
-        )
-        return sum(int(row[1]) for row in rows if row[0] in ("active_file", "inactive_file"))
+    def _machine_limit(self) -> list[MemoryLimit]:
+        total, free = (self._meminfo_bytes(name) for name in ("MemTotal", "MemAvailable"))
+        name = "MemAvailable of /proc/meminfo"
+        return [] if free is None else [MemoryLimit(name, total or free, free)]
 
     def _meminfo_bytes(self, name: str) -> int | None:
         for line in (self._text("proc/meminfo") or "").splitlines():

@@ -24,7 +24,7 @@ from kvhearth_server.memory.mapping import (
     filesystem_kind,
 )
 from kvhearth_server.memory.segments import HUGE_BYTES, check_memory, check_place
-from kvhearth_server.ownership import foreign
+from kvhearth_server.ownership import foreign, unwritable
 
 CATALOGUE_FORMAT = 2
 CATALOGUE_NAME = "catalogue"
@@ -285,6 +285,7 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
     """
     if plan.folder is None:
         _check_anonymous(plan, kernel)
+        check_memory(kernel.address_space(), room_of(plan.geometry, None).bytes)
         return Found(Step.COLD)
     place = plan.folder if os.path.lexists(plan.folder) else plan.folder.parent
     if not os.path.isdir(place):
@@ -310,11 +311,13 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
     if plan.keep_s and found.step is Step.COLD:
         _check_anonymous(plan, kernel)
     _check_files(plan, plan.folder, filesystem, found, kernel)
+    check_memory(kernel.address_space(), room_of(plan.geometry, filesystem).bytes)
     return found
 
 
 def _unmakeable(parent: Path) -> str:
-    return "" if os.access(parent, os.W_OK | os.X_OK) else "it is missing and cannot be made"
+    problem = unwritable(parent)
+    return f"it is missing and cannot be made ({problem})" if problem else ""
 
 
 def _check_anonymous(plan: ArenaPlan, kernel: KernelMemory) -> None:
@@ -336,7 +339,7 @@ def _check_anonymous(plan: ArenaPlan, kernel: KernelMemory) -> None:
             Reason.HUGEPAGES_UNAVAILABLE,
             f"huge pages are required: {kernel.pool_shortage(2 * MIB, pages)}",
         )
-    check_memory(kernel, small)
+    check_memory(kernel.limits(), small)
 
 
 def _check_files(
@@ -348,13 +351,7 @@ def _check_files(
         room = replace(room, segments=0)
     missing = _missing(plan, folder, room, found)
     if filesystem.kind is not FilesystemKind.HUGETLBFS:
-        check_memory(kernel, missing)
-        if filesystem.total_bytes and missing > filesystem.free_bytes:
-            raise KVHearthError(
-                Reason.MEMORY_UNAVAILABLE,
-                f"the arena takes {format_size(missing)} more ({room}), the tmpfs of {folder} has "
-                f"{filesystem.free_bytes // MIB}MiB free; ask for less, or enlarge it",
-            )
+        check_memory([*kernel.limits(), *filesystem.limits(folder)], missing, f" [{room}]")
         return
     page_bytes = filesystem.page_bytes
     needed = -(-missing // page_bytes)

@@ -13,10 +13,11 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.memory_limits import MemoryLimit, tightest
 from kvhearth.shared_memory import SharedMapping
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.keeper import is_sealed
@@ -186,20 +187,20 @@ def check_place(folder: Path, filesystem: Filesystem, policy: HugepagePolicy) ->
         )
 
 
-def check_memory(kernel: KernelMemory, needed_bytes: int, message: str = "") -> None:
-    """Refuse a size that the available memory cannot hold; ``message`` ends the message.
+def check_memory(limits: Iterable[MemoryLimit], needed_bytes: int, message: str = "") -> None:
+    """Refuse a size that the tightest of the limits has no room for; ``message`` ends the message.
 
     Raises:
         KVHearthError: ``MEMORY_UNAVAILABLE``.
     """
-    available = kernel.available_bytes()
-    if available is not None and needed_bytes > available:
+    least = tightest(limits)
+    if least is not None and needed_bytes > least.free_bytes:
         raise KVHearthError(
             Reason.MEMORY_UNAVAILABLE,
-            f"{format_size(needed_bytes)} of memory are asked for, {available // MIB}MiB are "
-            f"available; ask for less or raise the limit{message}",
+            f"{format_size(needed_bytes)} of memory are asked for, {least.free_bytes // MIB}MiB "
+            f"are available by {least.name}; ask for less or raise that limit{message}",
             needed_bytes=str(needed_bytes),
-            available_bytes=str(available),
+            available_bytes=str(least.free_bytes),
         )
 
 
@@ -229,7 +230,7 @@ class _Maker:
                     return found
         if self._policy is HugepagePolicy.REQUIRE:
             raise self._no_hugepages(2 * MIB)
-        self._check_memory(self._bytes)
+        check_memory(self._kernel.limits(), self._bytes, self._message())
         fd = _memfd(0)
         with closed_on_failure(fd):
             return self._plain(fd, None)
@@ -430,25 +431,20 @@ class _Maker:
         check_place(path.parent, filesystem, self._policy)
         if filesystem.kind is FilesystemKind.HUGETLBFS:
             return
-        self._check_memory(missing_bytes)
-        if filesystem.total_bytes and missing_bytes > filesystem.free_bytes:
-            raise self._no_memory(path, None)
+        limits = [*self._kernel.limits(), *filesystem.limits(path.parent)]
+        check_memory(limits, missing_bytes, self._message())
 
-    def _check_memory(self, needed_bytes: int) -> None:
-        check_memory(self._kernel, needed_bytes, self._message())
-
-    def _no_memory(self, path: Path | None, error: OSError | None) -> KVHearthError:
-        why = error.strerror if error is not None and error.strerror else "it does not fit"
-        if path is None:
-            free, where = self._kernel.available_bytes() or 0, "memory"
-        else:
-            free, where = filesystem_kind(path.parent).free_bytes, f"the tmpfs of {path.parent}"
+    def _no_memory(self, path: Path | None, error: OSError) -> KVHearthError:
+        limits = self._kernel.limits()
+        if path is not None:
+            limits += filesystem_kind(path.parent).limits(path.parent)
+        least = tightest(limits) or MemoryLimit("an unknown limit", 0, 0)
         return KVHearthError(
             Reason.MEMORY_UNAVAILABLE,
-            f"cannot take {format_size(self._bytes)} ({why}): {where} has {free // MIB}MiB free; "
-            "ask for less, or enlarge it" + self._message(),
+            f"cannot take {format_size(self._bytes)} ({error.strerror}): {least.name} leaves "
+            f"{least.free_bytes // MIB}MiB; ask for less, or enlarge it" + self._message(),
             needed_bytes=str(self._bytes),
-            available_bytes=str(free),
+            available_bytes=str(least.free_bytes),
         )
 
     def _no_hugepages(self, page_bytes: int) -> KVHearthError:

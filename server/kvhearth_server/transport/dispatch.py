@@ -581,7 +581,7 @@ def _facts(caller: CallContext, request: Any, reply: Any) -> dict[str, str | int
     facts: dict[str, str | int] = {
         "namespace": namespace.digest.hex()[:NAMESPACE_DIGITS],
         "tenant": namespace.tenant,
-        "model": contract.model,
+        "model": namespace.model,
         "keys": sum(len(group.keys) for group in request.groups) // contract.hash_bytes,
     }
     if isinstance(reply, Ready):

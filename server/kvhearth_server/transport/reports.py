@@ -246,6 +246,7 @@ class Namespace:
 
     namespace: Annotated[str, Field(description="Digest, 64 hex digits.")]
     tenant: str
+    model: Annotated[str, Field(description="Its name; of a local model base name#digits.")]
     contract: dict[str, Any]
     epoch: int
     blocks: int
@@ -448,6 +449,7 @@ def each_namespace(engine: Engine) -> Iterator[Namespace]:
         yield Namespace(
             namespace=space.digest.hex(),
             tenant=space.tenant,
+            model=space.model,
             contract=json.loads(space.contract.to_json()),
             epoch=space.epoch,
             blocks=space.blocks,

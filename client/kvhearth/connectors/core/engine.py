@@ -12,6 +12,7 @@ from kvhearth.connectors.core.groups import EngineGroups
 from kvhearth.connectors.core.load_policy import LoadPolicy
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import Geometry
+from kvhearth.wire.handshake import NAMELESS, Run
 
 COUNTERS = {
     "lookups": "Requests for which KVHearth was asked.",
@@ -181,6 +182,7 @@ class EngineFacts:
         live_weights: its weights may be replaced while it runs.
         stepped: it steps without requests while stores need that. Otherwise no block is held after
             the last request.
+        run: as for ``kvhearth.client.connect``.
     """
 
     engine_id: str
@@ -192,6 +194,7 @@ class EngineFacts:
     drops_block: bool = False
     live_weights: bool = False
     stepped: bool = True
+    run: Run = NAMELESS
 
 
 class Step(NamedTuple):

@@ -165,6 +165,7 @@ class SchedulerConnector:
             scheduler=True,
             rank=-1,
             map_arena=False,
+            run=facts.run,
         )
         geometry = Geometry.of(contract, offer.replicas)
         context = Context(

@@ -35,6 +35,7 @@ from kvhearth.model import I64
 from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Populate
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, default_copier
+from kvhearth.wire.handshake import NAMELESS, Run
 
 QUEUE_MAX = 4096
 """Upper bound on loads or stores that wait for a copier; the engine's own queues bound them."""
@@ -93,6 +94,7 @@ class WorkerConnector:
         pages: the rank's pages, by the contract's group.
         engine_id: name of the engine, equal in its scheduler and its ranks.
         rank: index among tensor x pipeline parallel ranks.
+        run: as for ``kvhearth.client.connect``.
         make: makes the copiers; by default those of the pages' device.
     """
 
@@ -104,6 +106,7 @@ class WorkerConnector:
         *,
         engine_id: str,
         rank: int,
+        run: Run = NAMELESS,
         make: CopierFactory | None = None,
     ) -> None:
         self.counters = Counters()
@@ -132,6 +135,7 @@ class WorkerConnector:
             scheduler=False,
             rank=rank,
             numa_node=numa_node(pages[0].device) if pages else -1,
+            run=run,
         )
         if settings.touch_pages and all(one.device == "cpu" for one in pages):
             spans = [span for one in pages for span in one.host_spans()]

@@ -17,13 +17,21 @@ from kvhearth.connectors.core.scheduler import SchedulerConnector, agreed
 from kvhearth.connectors.core.settings import Settings, one_of
 from kvhearth.connectors.core.step_metadata import Geometry, Handshake
 from kvhearth.connectors.core.worker import WorkerConnector
-from kvhearth.connectors.vllm.identity import Adapters, EngineGroup, engine_contract, weights_change
+from kvhearth.connectors.vllm.identity import (
+    Adapters,
+    EngineGroup,
+    engine_contract,
+    model_name_of,
+    process_group_of,
+    weights_change,
+)
 from kvhearth.contract import Contract
 from kvhearth.copiers import kernels
 from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
 from kvhearth.tracing import TRACEPARENT, parsed
+from kvhearth.wire.handshake import Run
 
 
 def engine_pages(
@@ -316,6 +324,7 @@ def make_scheduler(
         drops_block=speculative is not None and speculative.use_eagle_block_drop(),
         live_weights=weights_change(vllm_config, settings.on_reset),
         stepped=stepped,
+        run=Run(process_group_of(vllm_config), model_name_of(vllm_config)),
     )
     return SchedulerConnector(settings, facts, offer, VllmPages(block_pool), worker)
 
@@ -358,8 +367,14 @@ def make_worker(
         except KVHearthError as error:
             log_event(ERROR, "connector.off", "this engine runs without KVHearth", error=error)
             offer = Handshake("", problem=str(error))
-    engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    return WorkerConnector(settings, offer, pages, engine_id=engine_id, rank=rank)
+    return WorkerConnector(
+        settings,
+        offer,
+        pages,
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        rank=rank,
+        run=Run(process_group_of(vllm_config), model_name_of(vllm_config)),
+    )
 
 
 def describe(

@@ -42,6 +42,7 @@ from kvhearth.connectors.vllm.adapter import (
     step_of,
     table_of,
 )
+from kvhearth.connectors.vllm.identity import run_of
 from kvhearth.counters import LOGGER, log_event
 
 
@@ -148,7 +149,7 @@ class KVHearthConnector(KVConnectorBase_V1, SupportsHMA):
         _log_with_vllm()
         transfer = vllm_config.kv_transfer_config
         self._settings = parse_settings(VllmSettings, transfer.kv_connector_extra_config)
-        self._engine_id = str(transfer.engine_id)
+        self._run = run_of(vllm_config)
 
     def _nothing(self, *args: Any, **kwargs: Any) -> Any:
         """Do nothing: a call of the other role, or one about a layer. Blocks are copied whole."""
@@ -244,7 +245,7 @@ class SchedulerRole(KVHearthConnector):
             self._block_pool,
             # A loop of vLLM's own steps the engine while it has no request, so that stores end.
             stepped=bool(vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING),
-            worker=_workers.get(self._engine_id),
+            worker=_workers.get(self._run),
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -392,7 +393,7 @@ class WorkerRole(KVHearthConnector):
     @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Attach in the background as the rank that holds these tensors, by layer."""
-        self._worker = _workers[self._engine_id] = self._make_worker(kv_caches)
+        self._worker = _workers[self._run] = self._make_worker(kv_caches)
 
     @guarded(nothing)
     def get_handshake_metadata(self) -> Handshake | None:

@@ -191,6 +191,28 @@ def run_of(vllm_config: Any) -> str:
     return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}"
 
 
+def process_group_of(vllm_config: Any) -> str:
+    """Return the name of the processes that run as this engine, equal on all its ranks.
+
+    Each node of several has a configuration, with an ``instance_id`` of its own; they have one
+    rendezvous.
+    """
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "nnodes", 1) > 1:
+        return f"{parallel.master_addr}:{parallel.master_port}"
+    return str(vllm_config.instance_id)
+
+
+def model_name_of(vllm_config: Any) -> str:
+    """Return the last name of a local model's path, or of its place in an object store; "" for one
+    of a hub, which its contract names.
+    """
+    model = vllm_config.model_config
+    stored = str(getattr(model, "model_weights", "") or "")
+    local = Path(stored or str(model.model)).expanduser()
+    return local.resolve().name if stored or local.is_dir() else ""
+
+
 def weights_of(
     model_config: Any, load_config: Any, run: str, given: str = "", *, live: bool = False
 ) -> Weights:

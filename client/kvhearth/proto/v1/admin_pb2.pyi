@@ -742,6 +742,7 @@ class NamespaceInfo(google.protobuf.message.Message):
     QUOTA_BYTES_FIELD_NUMBER: builtins.int
     ENGINES_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     tenant: builtins.str
     contract_json: builtins.str
@@ -751,6 +752,8 @@ class NamespaceInfo(google.protobuf.message.Message):
     quota_bytes: builtins.int
     engines: builtins.int
     ended: builtins.bool
+    model: builtins.str
+    """The model's name; of a local model base name#digits."""
     def __init__(
         self,
         *,
@@ -763,8 +766,9 @@ class NamespaceInfo(google.protobuf.message.Message):
         quota_bytes: builtins.int = ...,
         engines: builtins.int = ...,
         ended: builtins.bool = ...,
+        model: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "contract_json", b"contract_json", "ended", b"ended", "engines", b"engines", "epoch", b"epoch", "namespace", b"namespace", "quota_bytes", b"quota_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "contract_json", b"contract_json", "ended", b"ended", "engines", b"engines", "epoch", b"epoch", "model", b"model", "namespace", b"namespace", "quota_bytes", b"quota_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___NamespaceInfo = NamespaceInfo
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.memory_limits import memory_groups
 from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Records, checksum_of
 
 HUGEPAGE_BYTES = 2 << 20
@@ -152,29 +153,12 @@ def spare_bytes() -> int:
     """Return the memory that a benchmark may take: two thirds of what this machine, or the control
     group of this process, has left.
     """
-    left = [_meminfo("MemAvailable")]
-    for most, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        numbers = [_number(most), _number(used)]
-        if None not in numbers:
-            left.append(int(numbers[0] or 0) - int(numbers[1] or 0))
-    return max(min(left), 0) * 2 // 3
+    limits = (each for group in memory_groups() for each in group.limits())
+    left = [_meminfo("MemAvailable"), *(each.free_bytes for each in limits)]
+    return min(left) * 2 // 3
 
 
 def _meminfo(name: str) -> int:
     with open("/proc/meminfo", encoding="ascii") as lines:
         found = next((line for line in lines if line.startswith(f"{name}:")), f"{name}: 0")
     return int(found.split()[1]) * 1024
-
-
-def _number(path: str) -> int | None:
-    try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return None

@@ -57,7 +57,7 @@ OWNERS: tuple[Metric, ...] = (
     Metric(
         "kvhearth_namespace_info",
         "Always 1; the labels tell the model of a namespace, which is named by the first digits of "
-        "its digest.",
+        "its digest. A local model has its directory's name and four digits of its digest.",
         "Joined to the metrics by namespace: their models.",
         _infos,
         ("namespace", "tenant", "model", "revision", "kv_dtype"),

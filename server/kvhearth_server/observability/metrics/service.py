@@ -195,7 +195,7 @@ SERVICE: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_door_restarts_total",
-        "Sockets, and the operators' token, made anew, by door: they were removed, or gRPC had failed.",
+        "Sockets and operators' tokens made anew, by door: they were removed, or gRPC had failed.",
         "Alert: rising means that somebody removes them, or sends what ends gRPC's server.",
         "door_restarts",
         "door",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvhearth.failpoints import hit
 from kvhearth.model import Records
+from kvhearth_server.ownership import unwritable
 from kvhearth_server.tiers.base import AbandonableCall, Counts, DirectoryError, Kind
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
@@ -328,7 +329,10 @@ class Directory:
             )
         if not found.writable:
             self.writable = False
-            self.health.note("not_writable", "may not be written to: what is there is served")
+            problem = unwritable(self.path)
+            why = f" ({problem})" if problem else ""
+            told = f"may not be written to{why}: what is there is served"
+            self.health.note("not_writable", told)
 
     def pass_over(self, path: Path, why: str) -> None:
         """Leave a file alone permanently; its room counts as taken."""
