@@ -206,7 +206,7 @@ class Requests:
 
     def __init__(self, context: Context, loads: Loads, run_tokens: int = DECODE_RUN_TOKENS) -> None:
         self._run_tokens = context.groups.run_tokens(run_tokens) if run_tokens else 0
-        self._consumes = context.facts.loads
+        self._loads_any = context.facts.loads
         self._options_of = context.facts.options_of
         self._settings = context.settings
         self._client = context.client
@@ -267,7 +267,7 @@ class Requests:
             result = None if lookup is None or state.seen else lookup.result
             if lookup is not None and result is not None:
                 self._note(state, lookup, result)
-                if not self._consumes:
+                if not self._consumes(state):
                     self._drop(state)
         return found
 
@@ -307,10 +307,9 @@ class Requests:
         progress.traceparent = options.traceparent
         if options.find_key_salt is not None:
             progress.key_salt = None
-        bounds = [options.store_tokens_max]
+        progress.tokens_max = options.store_tokens_max
         if self._settings.offload_prompt_only:
-            bounds.append(request.num_prompt_tokens)
-        progress.tokens_max = min([bound for bound in bounds if bound] or [1 << 62])
+            progress.tokens_max = min(progress.tokens_max, request.num_prompt_tokens)
         handover_until = time.monotonic() + self._settings.handover_wait_ms / 1000
         state = RequestState(request, options, progress, handover_until)
         self._states[request.request_id] = state
@@ -330,7 +329,7 @@ class Requests:
             state.declined = True
             return
         hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
-        prefetch = self._consumes and self._policy.prefetches(tokens)
+        prefetch = self._consumes(state) and self._policy.prefetches(tokens)
         options = state.options
         state.lookup = self._lookups.ask(
             hashes, options.find_key_salt, prefetch=prefetch, traceparent=options.traceparent
@@ -350,11 +349,14 @@ class Requests:
         state.waited = False
         self._asking.discard(state.request.request_id)
 
+    def _consumes(self, state: RequestState) -> bool:
+        """Whether blocks may be loaded for the request."""
+        return self._loads_any and self._policy.most(state.options.load_tokens_max) > 0
+
     def _limit(self, state: RequestState, computed_tokens: int) -> int:
         """Return the token count up to which a load may reach."""
         limit = self._groups.end(int(state.request.num_tokens), step_back=self._steps_back)
-        most = self._policy.most(state.options.load_tokens_max)
-        return min(limit, computed_tokens + most) if most else limit
+        return min(limit, computed_tokens + self._policy.most(state.options.load_tokens_max))
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """Return the number of tokens beyond ``computed_tokens`` that can be loaded; None before
@@ -365,6 +367,8 @@ class Requests:
         if state.options.skips:
             return 0
         state.computed_tokens = computed_tokens
+        if not self._consumes(state):
+            return 0
         if state.given_up or state.loading or state.declined:
             return 0
         if state.lookup is None:
@@ -494,7 +498,7 @@ class Requests:
         if external_tokens:
             self._asking.discard(request.request_id)
             self._loads.begin(state, table, external_tokens)
-        elif self._consumes:
+        elif self._consumes(state):
             self._drop(state)
         # Only a preempted request is looked up again, from a clean state.
         state.declined, state.asked_count, state.offer = False, 0, (0, 0)

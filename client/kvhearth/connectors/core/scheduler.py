@@ -186,7 +186,7 @@ class SchedulerConnector:
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """See ``Requests.matched``."""
-        return self._requests.matched(request, computed_tokens) if self._facts.loads else 0
+        return self._requests.matched(request, computed_tokens)
 
     def allocated(self, request: Request, table: BlockTable, external_tokens: int) -> None:
         """See ``Requests.allocated``."""

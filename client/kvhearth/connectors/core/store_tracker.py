@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvhearth.connectors.core.engine import NULL_PAGE, BlockTable, Context, PagePool
+from kvhearth.connectors.core.load_policy import UNBOUNDED_TOKENS
 from kvhearth.connectors.core.step_metadata import Move, RankStored, StoreJob, WorkerReport
 from kvhearth.contract import GroupKind
 from kvhearth.model import CHECKSUM_BYTES, U8, Bools
@@ -284,7 +285,7 @@ class Progress:
     key_salt: bytes | None = b""
     due_tokens: int = 0
     present: dict[int, Bools] = field(default_factory=dict)
-    tokens_max: int = 1 << 62
+    tokens_max: int = UNBOUNDED_TOKENS
     traceparent: str = ""
 
 
