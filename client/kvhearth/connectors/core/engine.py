@@ -17,6 +17,7 @@ COUNTERS = {
     "lookups": "Requests for which KVHearth was asked.",
     "lookup_late": "Requests that went without because the answer took too long.",
     "lookup_failed": "Requests for which there was no answer.",
+    "lookup_short": "Requests of which less was leased than found: the daemon's bounds on leases.",
     "hit_tokens": "Prompt tokens that KVHearth had beyond the engine's own.",
     "declined_tokens": "Of these, tokens recomputed since that was estimated to be faster.",
     "hit_engine_tokens": "Prompt tokens of admitted requests that the engine had itself.",

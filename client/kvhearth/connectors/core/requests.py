@@ -12,6 +12,7 @@ from kvhearth.connectors.core.load_policy import Verdict
 from kvhearth.connectors.core.load_tracker import Loads, RequestState
 from kvhearth.connectors.core.lookup_queue import Lookup, LookupQueue
 from kvhearth.connectors.core.store_tracker import Progress
+from kvhearth.counters import Warnings
 from kvhearth.model import Tier
 from kvhearth.results import LookupResult
 
@@ -213,6 +214,7 @@ class Requests:
         self._groups = context.groups
         self._policy = context.policy
         self._counters = context.counters
+        self._warnings = Warnings()
         self._hash_tokens = context.groups.hash_tokens
         self._loads = loads
         self._steps_back = context.facts.drops_block
@@ -434,6 +436,15 @@ class Requests:
         state.seen = True
         if result.reason:
             self._counters.add("lookup_failed")
+        if result.lease_short:
+            self._counters.add("lookup_short")
+            self._warnings.warn(
+                "lookup.short",
+                "a hit ends where the daemon leases no more blocks",
+                reason=result.lease_short,
+                hit_tokens=result.hit_tokens,
+                found_tokens=self._groups.ceiling(result, state.asked_tokens),
+            )
         state.progress.key_salt = lookup.key_salt
         # Blocks left on SSD count as absent, so that the engine that recomputes them stores them in
         # DRAM for the next request. A remote's do in any case: they may come too late to be loaded.

@@ -303,7 +303,7 @@ class _Run(NamedTuple):
 
 
 STORE_BLOCKS_MAX = 1024
-"""Most blocks of one store: one commit of them is well under any daemon's bound of keys."""
+"""Most blocks of one store, so that its commit comes soon after its copies."""
 
 
 class Stores:
@@ -339,6 +339,12 @@ class Stores:
     def open_count(self) -> int:
         """Number of stores that ranks have not finished."""
         return len(self._open) + (self._planned is not None)
+
+    @property
+    def short_reasons(self) -> str:
+        """Why the daemon granted fewer slots than were asked for last, by group, or empty."""
+        reasons = map(self._slot_pool.short_reason, range(self._groups.count))
+        return ",".join(filter(None, reasons))
 
     @property
     def oldest_s(self) -> float:
