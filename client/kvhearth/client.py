@@ -10,6 +10,7 @@ from logging import WARNING
 
 import numpy as np
 
+from kvhearth import portions
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
 from kvhearth.counters import Counters, log_event
 from kvhearth.errors import KVHearthError, NoReason, Reason, reason_or_none
@@ -29,7 +30,7 @@ from kvhearth.results import (
 )
 from kvhearth.session.link import EPOCH_UNKNOWN, Arena, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
-from kvhearth.shared_index import find_mapped, posted_lookup
+from kvhearth.shared_index import find_mapped, posted_lookup, told_queries
 from kvhearth.tracing import NO_SPAN, OFF, Span, Tracer, client_tracer
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, UnixUrl, parse_url
@@ -107,9 +108,7 @@ class Decisions:
         """Look up a request's blocks and lease those that a load needs.
 
         Args:
-            groups: by group, the keys of the request in chain order. If they exceed the daemon's
-                bound for one call, only the first ones of each group are sent; the rest is absent
-                in the result.
+            groups: by group, the keys of the request in chain order, as many as it has.
             lease: hold the blocks that may be loaded, until ``release``.
             prefetch: start promoting blocks on slower tiers.
             wait_s: seconds for which the caller will wait for these; the daemon loads none from a
@@ -123,7 +122,7 @@ class Decisions:
 
         def work() -> LookupResult:
             link = self._caller.link_to_ask()
-            query = self._query(link, own)
+            query = self._query(own)
             if not query.key_count:
                 boot_id = self._caller.link().boot_id
                 return LookupResult(0, None, codec.absent(own or {}), boot_id=boot_id)
@@ -139,16 +138,14 @@ class Decisions:
                 traceparent=span.traceparent,
             )
             request.wait_us = max(0, round(wait_s * 1e6))
-            query.put_into(request.groups)
+            long = query.key_count > link.welcome.keys_max
             try:
-                reply = self._caller.call(link, base.LOOKUP, request, self._lookup_s)
-                result = self._lookup_result(link, query, lease_id, reply)
+                result = (self._look_up_long if long else self._look_up)(link, query, request)
             except KVHearthError as error:
-                if lease_id and outcome_unknown(error):
+                # Portions before one that failed may hold blocks.
+                if lease_id and (long or outcome_unknown(error)):
                     self._returns.release_id(link, lease_id, promotions=prefetch)
                 raise
-            if reply.lease_id and result.lease is None:
-                self._returns.release_id(link, lease_id)
             self._counters.add_all(
                 {"lookup_keys": query.key_count, "lookup_hit_tokens": result.hit_tokens}
             )
@@ -168,8 +165,11 @@ class Decisions:
 
         def work() -> LookupResult | None:
             link = self._caller.held_link()
-            query = self._query(link, own)
-            return self._find_mapped(link, query, self._ids.new_id()) if query.key_count else None
+            count = sum(map(len, _require_valid(own).values()))
+            # A longer search would hold up the engine's scheduler.
+            if not 0 < count <= link.welcome.keys_max:
+                return None
+            return self._find_mapped(link, self._query(own), self._ids.new_id())
 
         found = self._caller.decide("lookup_mapped", work, lambda why: None)
         if began_ns and found is not None:
@@ -180,11 +180,17 @@ class Decisions:
         """Answer from the mapped index; the daemon hears of it later, for the lease and its use."""
         found = find_mapped(link, self._contract, query, self.epoch, lease_id)
         if found is not None:
-            request = posted_lookup(query, self.epoch, found.lease)
             kind = f"{base.LOOKUP.name}:{lease_id or self._ids.new_id()}"
-            keys, parts = query.key_count, len(query.blobs)
-            self._caller.post(link, base.LOOKUP, request, kind=kind, weight=keys, parts=parts)
-            self._counters.add_all({"lookup_keys": keys, "lookup_hit_tokens": found.hit_tokens})
+            told = told_queries(query, found, link.welcome.keys_max)
+            for number, (part, how) in enumerate(told):
+                request = posted_lookup(part, self.epoch, found.lease, how)
+                keys, parts = part.key_count, len(part.blobs)
+                self._caller.post(
+                    link, base.LOOKUP, request, kind=f"{kind}:{number}", weight=keys, parts=parts
+                )
+            self._counters.add_all(
+                {"lookup_keys": query.key_count, "lookup_hit_tokens": found.hit_tokens}
+            )
         return found
 
     def prefetch(self, groups: KeysByGroup, *, traceparent: str = "") -> PrefetchResult:
@@ -193,14 +199,19 @@ class Decisions:
 
         def work() -> PrefetchResult:
             link = self._caller.link()
-            query = self._query(link, own)
-            request = pb.PrefetchRequest(
-                epoch=self._own_epoch(), knows_remote=True, traceparent=traceparent
-            )
-            query.put_into(request.groups)
-            reply = self._caller.call(link, base.PREFETCH, request, self._lookup_s)
-            found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
-            return PrefetchResult(found, reply.eta_us, boot_id=link.boot_id)
+            whole, found, eta_us = self._query(own), [], 0
+            for query in portions.queries(whole, link.welcome.keys_max):
+                request = pb.PrefetchRequest(
+                    epoch=self._own_epoch(), knows_remote=True, traceparent=traceparent
+                )
+                query.put_into(request.groups)
+                reply = self._caller.call(link, base.PREFETCH, request, self._lookup_s)
+                found.append(
+                    codec.parse_presence(self._contract, link.welcome, query, reply.groups)
+                )
+                eta_us = max(eta_us, reply.eta_us)
+            groups = portions.joined_presence(whole.counts, found)
+            return PrefetchResult(groups, eta_us, boot_id=link.boot_id)
 
         return self._caller.decide(
             "prefetch", work, lambda why: PrefetchResult(codec.absent(own or {}), 0, why)
@@ -208,37 +219,51 @@ class Decisions:
 
     def reserve(self, groups: Mapping[int, int]) -> Reservation:
         """Reserve empty slots for the given number of blocks by group; fewer may be granted."""
-        reservation_id = self._ids.new_id()
         own = parse_arguments(codec.own_counts, groups)
 
         def work() -> Reservation:
             link = self._caller.link()
-            counts = _require_valid(own)
-            request = pb.ReserveRequest(
-                reservation_id=reservation_id,
-                epoch=self._own_epoch(),
-                groups=codec.pack_counts(self._contract, counts),
-            )
-            try:
-                reply = self._caller.call(link, base.RESERVE, request, self._call_s)
-                extents = codec.parse_reservation(
-                    self._contract, link.welcome, counts, reply.groups
-                )
-            except KVHearthError as error:
-                if error.reason in _SHORT:
-                    nothing = codec.no_extents(self._contract, counts)
-                    return Reservation(link.boot_id, nothing, error.reason, id=reservation_id)
-                if outcome_unknown(error):
-                    self._returns.abort_reservation(link, reservation_id)
-                raise
-            short_reason = reason_or_none(reply.short_reason)
-            return Reservation(link.boot_id, extents, short_reason, id=reservation_id)
+            wanted = _require_valid(own)
+            extents = codec.no_extents(self._contract, wanted)
+            short: Reason | NoReason = ""
+            for counts in portions.counts(wanted, link.welcome.keys_max):
+                try:
+                    part, short = self._reserve(link, counts)
+                except KVHearthError:
+                    self._returns.abort(link, extents, in_doubt=False)
+                    raise
+                extents |= {
+                    group: np.concatenate((extents[group], some)) for group, some in part.items()
+                }
+                if short:
+                    break
+            return Reservation(link.boot_id, extents, short)
 
         return self._caller.decide(
             "reserve",
             work,
             lambda why: Reservation("", codec.no_extents(self._contract, own or {}), why, why),
         )
+
+    def _reserve(
+        self, link: Link, counts: Mapping[int, int]
+    ) -> tuple[dict[int, Records], Reason | NoReason]:
+        """Make one call; return extents by group, and why less was granted than asked for."""
+        request = pb.ReserveRequest(
+            reservation_id=self._ids.new_id(),
+            epoch=self._own_epoch(),
+            groups=codec.pack_counts(self._contract, counts),
+        )
+        try:
+            reply = self._caller.call(link, base.RESERVE, request, self._call_s)
+            parsed = codec.parse_reservation(self._contract, link.welcome, counts, reply.groups)
+        except KVHearthError as error:
+            if error.reason in _SHORT:
+                return codec.no_extents(self._contract, counts), error.reason
+            if outcome_unknown(error):
+                self._returns.abort_reservation(link, request.reservation_id)
+            raise
+        return parsed, reason_or_none(reply.short_reason)
 
     def commit(
         self,
@@ -264,14 +289,17 @@ class Decisions:
             link = self._caller.link_to_ask()
             _check_boot(link, boot_id)
             commits = _require_valid(own)
+            stored = []
             try:
-                query = codec.count_commits(commits, link.welcome.keys_max)
                 computed = self._own_epoch() if epoch is None else epoch
-                request = pb.CommitRequest(epoch=computed, traceparent=traceparent)
-                for group, item in commits.items():
-                    codec.put_commit(self._contract, request.groups, group, item)
-                reply = self._caller.call(link, base.COMMIT, request, self._call_s)
-                return CommitResult(codec.parse_bitmaps(query, reply.stored))
+                for part in portions.commits(commits, link.welcome.keys_max):
+                    request = pb.CommitRequest(epoch=computed, traceparent=traceparent)
+                    for group, item in part.items():
+                        codec.put_commit(self._contract, request.groups, group, item)
+                    reply = self._caller.call(link, base.COMMIT, request, self._call_s)
+                    sizes = {group: len(item.keys) for group, item in part.items()}
+                    stored.append(codec.parse_bitmaps(sizes, reply.stored))
+                return CommitResult(portions.joined(commits, stored))
             except KVHearthError:
                 # Slots that were not bound are given back; bound slots are no longer the group's to
                 # abort.
@@ -332,27 +360,31 @@ class Decisions:
 
     def pin(self, groups: KeysByGroup, ttl_s: float) -> Pin:
         """Protect blocks from eviction for ``ttl_s`` seconds, or until ``unpin``."""
-        pin_id = self._ids.new_id()
         own = parse_arguments(codec.snapshot_keys, groups)
 
         def work() -> Pin:
             link = self._caller.link()
-            query = self._query(link, own)
-            request = pb.PinRequest(
-                pin_id=pin_id, epoch=self._own_epoch(), ttl_ms=max(round(ttl_s * 1000), 0)
-            )
-            query.put_into(request.groups)
+            whole = self._query(own)
+            ids, pinned = list[int](), []
             try:
-                reply = self._caller.call(link, base.PIN, request, self._call_s)
-                return Pin(pin_id, link.boot_id, codec.parse_bitmaps(query, reply.pinned))
+                for query in portions.queries(whole, link.welcome.keys_max):
+                    request = pb.PinRequest(
+                        pin_id=self._ids.new_id(),
+                        epoch=self._own_epoch(),
+                        ttl_ms=max(round(ttl_s * 1000), 0),
+                    )
+                    query.put_into(request.groups)
+                    ids.append(request.pin_id)
+                    reply = self._caller.call(link, base.PIN, request, self._call_s)
+                    pinned.append(codec.parse_bitmaps(query.counts, reply.pinned))
             except KVHearthError as error:
-                if outcome_unknown(error):
-                    self._returns.unpin(link, pin_id)
+                self._returns.unpin(link, ids if outcome_unknown(error) else ids[:-1])
                 raise
+            return Pin(tuple(ids), link.boot_id, portions.joined(whole.counts, pinned))
 
         def miss(reason: Reason) -> Pin:
             nothing = {group: np.zeros(len(keys), np.bool_) for group, keys in (own or {}).items()}
-            return Pin(pin_id, "", nothing, reason)
+            return Pin((), "", nothing, reason)
 
         return self._caller.decide("pin", work, miss)
 
@@ -362,7 +394,7 @@ class Decisions:
         def work() -> None:
             link = self._caller.link()
             if pin.boot_id == link.boot_id:
-                self._returns.unpin(link, pin.id)
+                self._returns.unpin(link, pin.ids)
 
         self._caller.decide("unpin", work, _nothing)
 
@@ -372,8 +404,8 @@ class Decisions:
 
         def work() -> None:
             link = self._caller.link()
-            query = self._query(link, own)
-            self._returns.touch(link, query, self._own_epoch())
+            for query in portions.queries(self._query(own), link.welcome.keys_max):
+                self._returns.touch(link, query, self._own_epoch())
 
         self._caller.decide("touch", work, _nothing)
 
@@ -448,31 +480,26 @@ class Decisions:
             )
         return epoch
 
-    def _query(self, link: Link, groups: KeysByGroup | None) -> Query:
-        query = codec.pack_query(self._contract, _require_valid(groups), link.welcome.keys_max)
-        if query.cut_count:
-            self._counters.add("keys_cut", query.cut_count)
-        return query
+    def _query(self, groups: KeysByGroup | None) -> Query:
+        return codec.pack_query(self._contract, _require_valid(groups))
 
-    def _lookup_result(
-        self, link: Link, query: Query, lease_id: int, reply: pb.LookupResponse
-    ) -> LookupResult:
-        if reply.lease_id not in (0, lease_id):
-            raise KVHearthError(Reason.BAD_MESSAGE, "the daemon answers with another lease's id")
-        found = codec.parse_presence(self._contract, link.welcome, query, reply.groups)
-        slots = {group: item.extents["slot"] for group, item in found.items() if item.extents.size}
-        lease = Lease(lease_id, link.boot_id, slots) if slots and reply.lease_id else None
-        # Positional arguments cost half as much as keywords.
-        return LookupResult(
-            reply.hit_tokens,
-            lease,
-            found,
-            reply.eta_us,
-            "",
-            reason_or_none(reply.lease_short),
-            link.boot_id,
-            lease_id,
-        )
+    def _look_up_long(self, link: Link, query: Query, request: pb.LookupRequest) -> LookupResult:
+        """Look up more keys than one call takes."""
+
+        def ask(portion: pb.LookupRequest) -> pb.LookupResponse:
+            return self._caller.call(link, base.LOOKUP, portion, self._lookup_s)
+
+        return portions.LongLookup(self._contract, link.welcome, query, request, ask).run()
+
+    def _look_up(self, link: Link, query: Query, request: pb.LookupRequest) -> LookupResult:
+        """Look up by one call."""
+        query.put_into(request.groups)
+        lease_id = request.lease_id
+        reply = self._caller.call(link, base.LOOKUP, request, self._lookup_s)
+        result = codec.parse_lookup(self._contract, link.welcome, query, lease_id, reply)
+        if reply.lease_id and result.lease is None:
+            self._returns.release_id(link, lease_id)
+        return result
 
 
 def _check_boot(link: Link, boot_id: str) -> None:

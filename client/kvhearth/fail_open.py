@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from logging import ERROR
 from typing import Any, TypeVar
 
@@ -386,9 +386,10 @@ class Returns:
         request = pb.AbortRequest(reservation_ids=[reservation_id])
         self._caller.post(link, base.ABORT, request)
 
-    def unpin(self, link: Link, pin_id: int) -> None:
-        """End a pin."""
-        self._caller.post(link, base.UNPIN, pb.UnpinRequest(pin_ids=[pin_id]))
+    def unpin(self, link: Link, pin_ids: Sequence[int]) -> None:
+        """End pins."""
+        for pin_id in pin_ids:
+            self._caller.post(link, base.UNPIN, pb.UnpinRequest(pin_ids=[pin_id]))
 
     def touch(self, link: Link, query: codec.Query, epoch: int) -> None:
         """Mark blocks as used."""

@@ -101,14 +101,12 @@ class Reservation:
         groups: by group, (n, shards) ``EXTENT_DTYPE``; n may be less than requested, also 0.
         short_reason: reason why less was granted, or empty.
         reason: cause of a failure without an answer, or empty.
-        id: chosen by the client.
     """
 
     boot_id: str
     groups: dict[int, Records]
     short_reason: Reason | NoReason = ""
     reason: Reason | NoReason = ""
-    id: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,13 +149,13 @@ class Pin:
     """Blocks that are protected from eviction for a while.
 
     Attributes:
-        id: chosen by the client.
+        ids: chosen by the client; several for more blocks than one call takes.
         boot_id: boot of the daemon that granted it.
         pinned: by group, (n,): True for the keys that are pinned.
         reason: reason why none is, or empty.
     """
 
-    id: int
+    ids: tuple[int, ...]
     boot_id: str
     pinned: dict[int, Bools]
     reason: Reason | NoReason = ""
@@ -215,17 +213,15 @@ def usable_tokens(groups: Sequence[tuple[GroupSpec, Bools]], hit_tokens: int) ->
     if not groups or hit_tokens <= 0:
         return 0
     step = math.lcm(*(spec.block_tokens for spec, _ in groups))
-    counts = [np.concatenate(([0], np.cumsum(loaded))) for _, loaded in groups]
     limit = min(hit_tokens, *(len(loaded) * spec.block_tokens for spec, loaded in groups))
-    for tokens in range(limit - limit % step, 0, -step):
-        for (spec, _), count in zip(groups, counts, strict=True):
-            end = tokens // spec.block_tokens
-            first = max(end - blocks_back(spec, end), 0)
-            if count[end] - count[first] != end - first:
-                break
-        else:
-            return tokens
-    return 0
+    boundaries = np.arange(limit - limit % step, 0, -step)
+    for spec, loaded in groups:
+        count = np.concatenate(([0], np.cumsum(loaded)))
+        ends = boundaries // spec.block_tokens
+        back = ends if spec.kind is GroupKind.FULL else blocks_back(spec, 0)
+        firsts = np.maximum(ends - back, 0)
+        boundaries = boundaries[count[ends] - count[firsts] == ends - firsts]
+    return int(boundaries[0]) if len(boundaries) else 0
 
 
 def blocks_back(spec: GroupSpec, end: int) -> int:

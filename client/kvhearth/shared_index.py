@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -60,7 +60,7 @@ def find_mapped(
         lease_id: id of the lease that the caller requests for a hit; 0 for none.
     """
     # A dead daemon's index would be served for ever.
-    if not link.tables or query.cut_count or not link.session.alive():
+    if not link.tables or not link.session.alive():
         return None
     welcome = link.session.welcome
     answer = _answer(link.tables[0], contract, welcome, query, epoch)
@@ -76,7 +76,37 @@ def find_mapped(
     return LookupResult(hit, lease, groups, 0, "", "", welcome.boot_id, lease_id)
 
 
-def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> Callable[[], pb.LookupRequest]:
+class Told(NamedTuple):
+    """How the daemon hears of keys: for their lease, as a portion that may join it."""
+
+    leased: bool = True
+    portion: bool = False
+    joins: bool = False
+
+
+_WHOLE = Told()
+
+
+def told_queries(query: Query, found: LookupResult, most: int) -> Iterator[tuple[Query, Told]]:
+    """Split a query that was answered into those by which the daemon hears of it."""
+    if query.key_count <= most:
+        yield query, _WHOLE
+        return
+    joins = False
+    for group, count in query.counts.items():
+        rows = np.flatnonzero(found.groups[group].leased)
+        begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+        for first, last in ((0, begin), (begin, end), (end, count)):
+            for start in range(first, last, most):
+                leased = first == begin and last == end
+                part = query.portion(group, range(start, min(start + most, last)))
+                yield part, Told(leased, True, joins and leased)
+                joins = joins or leased
+
+
+def posted_lookup(
+    query: Query, epoch: int, lease: Lease | None, told: Told = _WHOLE
+) -> Callable[[], pb.LookupRequest]:
     """Return a function that makes the lookup by which the daemon hears of a question that was
     answered without it; nobody who waits for the answer calls it.
     """
@@ -84,7 +114,12 @@ def posted_lookup(query: Query, epoch: int, lease: Lease | None) -> Callable[[],
 
     def make() -> pb.LookupRequest:
         # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
-        request = pb.LookupRequest(epoch=epoch, lease_id=0 if lease is None else lease.id)
+        request = pb.LookupRequest(
+            epoch=epoch,
+            lease_id=lease.id if lease is not None and told.leased else 0,
+            portion=told.portion,
+            joins=told.joins,
+        )
         # The daemon must not take it for a lookup that came after the stores that follow it.
         request.age_us = min(round((time.monotonic() - asked_at) * 1e6), _AGE_US_MAX)
         query.put_into(request.groups)
@@ -109,7 +144,7 @@ def _answer(
     if complete and not others and contract.groups[first].kind is _FULL:
         return _prefix(table, contract, query, first, space)
     seen = {}
-    for group, count in query.sent.items():
+    for group, count in query.counts.items():
         found = _find(table, contract, query, group, space, every=False)
         if found.hits < count:
             return None
@@ -144,7 +179,7 @@ def _prefix(
     table: Table, contract: Contract, query: Query, group: int, space: int
 ) -> _Answer | None:
     """Answer for one group of which a hit needs all blocks from the start."""
-    count, spec = query.sent[group], contract.groups[group]
+    count, spec = query.counts[group], contract.groups[group]
     found = _find(table, contract, query, group, space, every=True)
     if found.hits == count:
         whole = whole_group(count, _records(found))

@@ -23,7 +23,7 @@ from engines.kit import (
     warm,
     whole_blocks,
 )
-from support.daemon import Daemon
+from support.daemon import Daemon, running_daemon
 
 LENGTH = 1000
 SERVED = whole_blocks(LENGTH)
@@ -251,3 +251,32 @@ def test_other_kinds_of_engine(daemon: Daemon, logs: Path, kind: Kind) -> None:
     all_same(answers, [expected] * len(answers), "cold, warm, restarted")
     same(answers[2], answers[1], "warm in another engine")
     assert min(served) >= kind.served_min, served
+
+
+@pytest.mark.parametrize(
+    ("name", "over", "shared_index"),
+    [
+        ("tiny", {"tensor_parallel_size": 2}, True),
+        ("sliding", {}, True),
+        ("sliding", {"max_num_batched_tokens": 512}, False),
+    ],
+    ids=["two ranks", "two groups", "two groups, asked"],
+)
+def test_a_prompt_of_more_blocks_than_one_call_takes(
+    logs: Path, name: str, over: dict[str, Any], shared_index: bool
+) -> None:
+    """A call takes 3 of its 31 blocks, as one of 8,192 takes a sixteenth of 131,072 others."""
+    text = prompt("many calls", 4000)
+    settings = {"memory": "256MiB", "keys_max": 3, "shared_index": shared_index}
+    with running_daemon(**settings) as own:
+        options = arguments(name, **over, kv_transfer_config=connector(own))
+        with running_engine(logs, **options) as one:
+            wait_attached(own)
+            first = cold(one, own, text)
+            wait_settled(own)
+            found = warm(one, text)
+            same(found, first, "warm")
+            assert found["cached"] == whole_blocks(4000)
+            assert one.metric("vllm:kvhearth_store_skipped") == 0
+            one.reset()
+        wait_settled(own)

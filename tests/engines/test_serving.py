@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from engines.harness import MIB, connector, model
-from engines.kit import Reference, prompt, wait_attached, wait_settled, wait_stored, whole_blocks
+from engines.kit import (
+    Reference,
+    prompt,
+    servable,
+    wait_attached,
+    wait_settled,
+    wait_stored,
+    whole_blocks,
+)
 from engines.serving import running_server
-from support.daemon import Daemon
+from support.daemon import Daemon, until
 
 LENGTH = 2000
 SERVED = whole_blocks(LENGTH)
 
 
-def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path) -> None:
-    text = prompt("served", LENGTH)
-    expected = reference.answer(text)["tokens"]
-    options = {
+def flags(daemon: Daemon, **over: object) -> dict[str, Any]:
+    """Return the server's options."""
+    return {
         "model": str(model("tiny")),
         "dtype": "float32",
         "max_model_len": 4096,
@@ -24,7 +32,14 @@ def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path)
         "enforce_eager": True,
         "enable_prompt_tokens_details": True,
         "kv_transfer_config": connector(daemon, on_reset="keep"),
+        **over,
     }
+
+
+def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path) -> None:
+    text = prompt("served", LENGTH)
+    expected = reference.answer(text)["tokens"]
+    options = flags(daemon)
     with running_server(logs, **options) as server:
         wait_attached(daemon)
         first = server.complete(text)
@@ -54,3 +69,38 @@ def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path)
         assert server.complete(text)["cached"] == 0
         server.stop()
     daemon.wait_quiet()
+
+
+def test_two_api_servers_have_one_series_of_each_metric(daemon: Daemon, logs: Path) -> None:
+    count, before = 6, servable(daemon)
+    with running_server(logs, **flags(daemon, api_server_count=2)) as server:
+        wait_attached(daemon)
+        texts = [prompt(f"two servers {number}", LENGTH) for number in range(count)]
+        for text in texts:
+            server.complete(text)
+        wait_stored(daemon, before + count * (LENGTH // 128))
+        server.reset()
+        for text in texts:
+            assert server.complete(text)["cached"] == SERVED
+
+        def ours() -> dict[str, float]:
+            found = server.metrics().items()
+            return {
+                n: v for n, v in found if n.startswith("vllm:kvhearth_") and "_created" not in n
+            }
+
+        until(lambda: any(n.startswith("vllm:kvhearth_load_requests_t") for n in ours()), "stats")
+        names = [name.partition("{")[0] for name in ours()]
+        assert len(names) == len(set(names)), sorted(ours())
+        assert {f"vllm:kvhearth_{name}" for name in ("attached", "held_blocks")} <= set(names)
+
+        def counted(name: str) -> float:
+            return sum(v for n, v in ours().items() if n.startswith(f"vllm:kvhearth_{name}"))
+
+        # Whichever server answers and whichever was told: each count once.
+        until(lambda: counted("load_requests_total") == count, "the last load is told")
+        assert counted("load_tokens_total") == count * SERVED
+        assert counted("lookups_total") == 2 * count
+        assert counted("attached") == 1
+        server.stop()
+    wait_settled(daemon)

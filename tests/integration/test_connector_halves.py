@@ -285,8 +285,21 @@ def test_a_bound_on_loads(daemon: Daemon) -> None:
         engine.run("a", "bounded", 160)
         assert engine.run("b", "bounded", 160) == 64
         assert engine.run("c", "bounded", 160, load_tokens_max=33) == 32
+        stored = engine.counts["store_blocks"]
+        assert engine.run("d", "bounded", 160, load_tokens_max=0) == 0
+        assert engine.counts["store_blocks"] == stored, "a known block is stored again"
     with scripted_engine(daemon.url(), engine_id="bound2", min_load_tokens=200) as engine:
-        assert engine.run("d", "bounded", 160) == 0
+        assert engine.run("e", "bounded", 160) == 0
+    with scripted_engine(daemon.url(), engine_id="bound3", max_load_tokens=0) as engine:
+        assert engine.run("f", "bounded", 160) == 0
+
+
+def test_a_bound_on_stores(daemon: Daemon) -> None:
+    with scripted_engine(daemon.url(), engine_id="kept") as engine:
+        engine.run("a", "unstored", 160, store_tokens_max=0)
+        assert engine.counts.get("store_blocks", 0) == 0
+        assert engine.run("b", "unstored", 160, store_tokens_max=64) == 0
+        assert engine.run("c", "unstored", 160) == 64
 
 
 def test_a_reset_drops_only_what_is_the_engines_own(daemon: Daemon) -> None:

@@ -191,6 +191,24 @@ def test_a_prompt_of_which_a_part_is_on_ssd(daemon: Daemon) -> None:
 
 
 def test_a_window_on_ssd(daemon: Daemon) -> None:
+    load_windows(daemon)
+
+
+def test_a_prompt_on_ssd_of_more_blocks_than_one_call_takes(tmp_path: Path) -> None:
+    """One that goes away cancels the promotions of all of its portions."""
+    drive = [f"{tmp_path}/ssd=512MiB"]
+    with running_daemon(arena=False, ssd_dirs=drive, keys_max=7, **SSD) as own:
+        load_windows(own)
+        with cached_engine(own.url()) as engine:
+            keys = copy_state(engine, own)
+            engine.client.cancel(engine.client.lookup({0: keys[:PORTION]}, prefetch=True))
+            quiet(own)
+            assert engine.load(keys[:PORTION], wait_s=10.0).usable_blocks == PORTION
+        own.wait_quiet()
+
+
+def load_windows(daemon: Daemon) -> None:
+    """Load prompts of a model with a sliding window of which all blocks are on SSD."""
     window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, PAGE_BYTES, window_tokens=40)
     with scripted_engine(daemon.url(), groups=(FULL, window), engine_id="window") as engine:
         fill(engine, daemon, "window")

@@ -212,9 +212,9 @@ def inside(found: Any, welcome: Welcome) -> None:
 @depths(300)
 def test_any_presence(examples: int) -> None:
     @settings(fuzz, max_examples=examples)
-    @given(st.lists(presences, max_size=3), welcomes(), st.integers(1, 9))
-    def check(replies: list[Any], welcome: Welcome, keys_max: int) -> None:
-        query = codec.pack_query(CONTRACT, ASKED, keys_max)
+    @given(st.lists(presences, max_size=3), welcomes())
+    def check(replies: list[Any], welcome: Welcome) -> None:
+        query = codec.pack_query(CONTRACT, ASKED)
         found = reported(lambda: codec.parse_presence(CONTRACT, welcome, query, replies))
         for group, result in (found or {}).items():
             count = len(ASKED[group])
@@ -230,8 +230,8 @@ def test_any_bitmaps_and_reservations(examples: int) -> None:
     @settings(fuzz, max_examples=examples)
     @given(st.lists(bitmaps, max_size=3), st.lists(granted, max_size=3), welcomes())
     def check(found: list[Any], extents: list[Any], welcome: Welcome) -> None:
-        query = codec.pack_query(CONTRACT, ASKED, 9)
-        flags = reported(lambda: codec.parse_bitmaps(query, found))
+        counts = {group: len(keys) for group, keys in ASKED.items()}
+        flags = reported(lambda: codec.parse_bitmaps(counts, found))
         assert flags is None or {g: len(each) for g, each in flags.items()} == {0: 3, 1: 2}
         taken = reported(lambda: codec.parse_reservation(CONTRACT, welcome, {0: 2, 1: 1}, extents))
         for group, each in (taken or {}).items():

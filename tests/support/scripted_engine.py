@@ -247,7 +247,7 @@ class ScriptedEngine:
         return self.half._groups.keys(request.block_hashes)[group]
 
     def _content(self, request: ScriptedRequest, group: int, block: int, rank: int) -> Any:
-        key = self._keys(request, group)[block]
+        key = self.half._groups.key(group, request.block_hashes, block)
         size = self.contract.groups[group].page_bytes
         return content(key, group, self.geometry.shard_of(rank), size)
 

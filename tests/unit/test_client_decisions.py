@@ -183,14 +183,31 @@ def test_arguments_are_checked_before_they_travel(
             assert daemon.requests[rpc] == []
 
 
-def test_too_many_keys_are_cut_to_the_same_share_of_each_group(tmp_path: Path) -> None:
+def test_more_keys_than_one_call_takes(tmp_path: Path) -> None:
+    names = {0: [key(n) for n in range(96)], 1: [key(n) for n in range(32)]}
     with attached(tmp_path) as (daemon, client):
-        result = client.lookup({0: [key(n) for n in range(96)], 1: [key(n) for n in range(32)]})
+        result = client.lookup(names)
         assert result.reason == ""
         assert [len(item.present) for item in result.groups.values()] == [96, 32]
-        request = daemon.requests["Lookup"][0]
-        assert [len(group.keys) // KEY_BYTES for group in request.groups] == [48, 16]
-        assert client.counters()["keys_cut"] == 64
+        asked = [
+            (group.group, len(group.keys) // KEY_BYTES, request.portion)
+            for request in daemon.requests["Lookup"]
+            for group in request.groups
+        ]
+        assert asked == [(0, 64, True), (0, 32, True), (1, 32, True)]
+
+
+def test_a_lookup_that_fails_after_a_portion_releases_its_lease(tmp_path: Path) -> None:
+    def lease(request: Any) -> Any:
+        groups = [presence(request.groups[0], leased=4, shards=2)]
+        return pb.LookupResponse(lease_id=request.lease_id, hit_tokens=64, groups=groups)
+
+    with attached(tmp_path) as (daemon, client):
+        daemon.answer("Lookup", lease)
+        daemon.refuse_next("Lookup", Reason.TOO_MANY_LEASES)
+        assert client.lookup({0: [key(n) for n in range(96)]}).reason == Reason.TOO_MANY_LEASES
+        first = daemon.requests["Lookup"][0]
+        assert list(until(lambda: daemon.requests["Release"])[0].lease_ids) == [first.lease_id]
 
 
 def test_no_keys_ask_nothing(tmp_path: Path) -> None:
@@ -241,7 +258,6 @@ def test_a_commit_without_an_answer_gives_its_slots_back(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("item", "reason"),
     [
-        (commit_of(65), Reason.TOO_MANY_KEYS),
         (CommitGroup([key(1)], extents(1)), Reason.BAD_EXTENTS),
         (CommitGroup([key(1)], np.zeros(2, np.uint8)), Reason.BAD_EXTENTS),
         (CommitGroup([key(1)], extents(2), np.zeros(31, np.uint8)), Reason.BAD_CHECKSUMS),
@@ -277,7 +293,7 @@ def test_pins_touches_and_prefetches(tmp_path: Path) -> None:
         assert (pin.reason, pin.pinned[1].tolist()) == ("", [True])
         assert daemon.requests["Pin"][0].ttl_ms == 1500
         client.unpin(pin)
-        assert list(until(lambda: daemon.requests["Unpin"])[0].pin_ids) == [pin.id]
+        assert list(until(lambda: daemon.requests["Unpin"])[0].pin_ids) == list(pin.ids)
         client.touch(KEYS)
         assert len(until(lambda: daemon.requests["Touch"])[0].groups) == 2
         found = client.prefetch(KEYS)

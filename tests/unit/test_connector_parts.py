@@ -73,7 +73,7 @@ def test_bounds() -> None:
     assert found.judge(63) is Verdict.TOO_SHORT
     assert found.judge(64) is Verdict.LOAD
     assert (found.most(), found.most(100), found.most(1000)) == (512, 100, 512)
-    assert LoadPolicy(Bounds()).most(0) == 0
+    assert (found.most(0), LoadPolicy(Bounds(max_load_tokens=0)).most(100)) == (0, 0)
 
 
 def tiered(load_s: float, promotion_s: float, prefill_s: float, **bounds: bool | int) -> LoadPolicy:

@@ -101,6 +101,21 @@ def test_options() -> None:
         parse_settings(VllmSettings, {"layout": "LBHNC"})
 
 
+def test_a_bound_of_zero_means_none_and_nonsense_is_refused_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = RequestReader()
+    zero = request(kv_transfer_params={"max_load_tokens": 0, "max_offload_tokens": 0})
+    nothing = RequestOptions(load_tokens_max=0, store_tokens_max=0)
+    assert reader.options_of(zero) == nothing != RequestOptions()
+    for wrong in (-1, 0.5, 64.0, True, False, "0", 1 << 31, 10**5000, [0]):
+        asked = request(kv_transfer_params={"max_offload_tokens": wrong, "max_load_tokens": None})
+        assert reader.options_of(asked) == RequestOptions()
+    (line,) = caplog.messages
+    assert "request.bad_tokens" in line
+    assert "parameter=max_offload_tokens type=int" in line
+
+
 def test_demands_of_requests(tmp_path: Path) -> None:
     reader = RequestReader()
     assert reader.options_of(request()) == RequestOptions()

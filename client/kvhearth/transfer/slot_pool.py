@@ -14,7 +14,7 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.worker_thread import SupervisedThread
 
 RESERVE_BLOCKS_MAX = 1024
-"""Most blocks in one call: well under any daemon's bound of keys."""
+"""Most blocks in one refill."""
 
 _TICK_S = 0.25
 _WATCH_S = 0.05

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from kvhearth.contract import Contract
-from kvhearth.errors import KVHearthError, Reason
+from kvhearth.errors import KVHearthError, Reason, reason_or_none
 from kvhearth.model import (
     CHECKSUM_BYTES,
     EXTENT_BYTES,
@@ -24,7 +24,7 @@ from kvhearth.model import (
 )
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
-from kvhearth.results import CommitGroup, GroupResult
+from kvhearth.results import CommitGroup, GroupResult, Lease, LookupResult
 from kvhearth.wire.handshake import Welcome
 
 _FEW = 4
@@ -129,18 +129,21 @@ class Query(NamedTuple):
     """Keys as they travel.
 
     Attributes:
-        blobs: the keys that travel, by group; in total at most the call's bound of keys.
-        asked: number of keys that the caller named, by group.
-        sent: number of keys that travel, by group: the first ones of each.
-        key_count: number of keys that travel.
-        cut_count: number of keys that were left out.
+        blobs: the keys, by group.
+        counts: their number, by group.
+        key_count: their number.
     """
 
     blobs: dict[int, bytes]
-    asked: dict[int, int]
-    sent: dict[int, int]
+    counts: dict[int, int]
     key_count: int
-    cut_count: int = 0
+
+    def portion(self, group: int, keys: range) -> Query:
+        """Return some keys of one group."""
+        count, blob = self.counts[group], self.blobs[group]
+        size = len(blob) // count
+        blob = blob[keys.start * size : keys.stop * size]
+        return Query({group: blob}, {group: len(keys)}, len(keys))
 
     def put_into(self, groups: Any) -> None:
         """Append to ``groups``, a request's ``repeated GroupKeys``.
@@ -180,56 +183,30 @@ def own_commits(groups: Mapping[int, CommitGroup]) -> dict[int, CommitGroup]:
     }
 
 
-def pack_query(contract: Contract, groups: KeysByGroup, keys_max: int) -> Query:
-    """Pack the keys of a call.
-
-    If there are too many, every group keeps the same share of its keys, the first ones, so that all
-    groups keep the same run of tokens from the start.
+def pack_query(contract: Contract, groups: KeysByGroup) -> Query:
+    """Pack the keys of a caller.
 
     Raises:
         KVHearthError: ``bad_group`` or ``bad_keys``.
     """
-    if len(groups) == 1:
-        ((group, keys),) = groups.items()
-        if (count := len(keys)) <= keys_max:
-            counts = {group: count}
-            return Query({group: _pack_keys(contract, group, keys)}, counts, counts, count)
-    asked = {group: len(keys) for group, keys in groups.items()}
-    sent, total, cut_count = asked, sum(asked.values()), 0
-    if total > keys_max:
-        sent = {group: count * keys_max // total for group, count in asked.items()}
-        groups = {group: keys[: sent[group]] for group, keys in groups.items()}
-        cut_count = total - sum(sent.values())
     blobs = {group: _pack_keys(contract, group, keys) for group, keys in groups.items()}
-    return Query(blobs, asked, sent, total - cut_count, cut_count)
-
-
-def count_commits(groups: Mapping[int, CommitGroup], keys_max: int) -> Query:
-    """Count the keys of a commit; they travel with their slots.
-
-    Raises:
-        KVHearthError: ``too_many_keys``.
-    """
-    asked = {group: len(item.keys) for group, item in groups.items()}
-    total = sum(asked.values())
-    if total > keys_max:
-        raise KVHearthError(Reason.TOO_MANY_KEYS, f"{total} keys, at most {keys_max}")
-    return Query({}, asked, asked, total)
+    counts = {group: len(keys) for group, keys in groups.items()}
+    return Query(blobs, counts, sum(counts.values()))
 
 
 def parse_presence(
     contract: Contract, welcome: Welcome, query: Query, replies: Collection[pb.GroupPresence]
 ) -> dict[int, GroupResult]:
-    """Return presence as arrays over the requested keys; keys that were cut off are absent.
+    """Return presence as arrays over the requested keys.
 
     Raises:
         KVHearthError: ``bad_message`` if the reply does not fit the request or leaves the arena.
     """
-    by_group = _each_once(replies, query.sent)
+    by_group = _each_once(replies, query.counts)
     results = {}
-    for group, count in query.sent.items():
-        reply, asked = by_group[group], query.asked[group]
-        whole = _whole(contract, welcome, reply, group, count) if count == asked else None
+    for group, count in query.counts.items():
+        reply = by_group[group]
+        whole = _whole(contract, welcome, reply, group, count)
         if whole is not None:
             results[group] = whole
             continue
@@ -238,13 +215,33 @@ def parse_presence(
         extent_count = int(np.count_nonzero(leased)) * contract.groups[group].shards
         extents = parse_extents(contract, welcome, group, reply.extents, extent_count)
         results[group] = GroupResult(
-            present=_padded(present, asked),
-            ready=_padded(ready, asked),
-            leased=_padded(leased, asked),
-            tiers=_tiers(reply.tiers, count, asked),
+            present=present,
+            ready=ready,
+            leased=leased,
+            tiers=_tiers(reply.tiers, count),
             extents=extents,
         )
     return results
+
+
+def parse_lookup(
+    contract: Contract, welcome: Welcome, query: Query, lease_id: int, reply: pb.LookupResponse
+) -> LookupResult:
+    """Return the answer to a lookup that requested ``lease_id``, or none with 0.
+
+    Raises:
+        KVHearthError: ``bad_message`` if the reply does not fit the request or leaves the arena.
+    """
+    if reply.lease_id not in (0, lease_id):
+        raise bad_reply("it has another lease's id")
+    found = parse_presence(contract, welcome, query, reply.groups)
+    slots = {group: item.extents["slot"] for group, item in found.items() if item.extents.size}
+    lease = Lease(lease_id, welcome.boot_id, slots) if slots and reply.lease_id else None
+    short = reason_or_none(reply.lease_short)
+    # Positional arguments cost half as much as keywords.
+    return LookupResult(
+        reply.hit_tokens, lease, found, reply.eta_us, "", short, welcome.boot_id, lease_id
+    )
 
 
 def _whole(
@@ -282,21 +279,20 @@ def absent(groups: KeysByGroup) -> dict[int, GroupResult]:
     return {group: _absent_group(len(keys)) for group, keys in groups.items()}
 
 
-def parse_bitmaps(query: Query, replies: Collection[types_pb2.GroupBitmap]) -> dict[int, Bools]:
-    """Return bitmaps as arrays over the requested keys.
+def parse_bitmaps(
+    counts: Mapping[int, int], replies: Collection[types_pb2.GroupBitmap]
+) -> dict[int, Bools]:
+    """Return bitmaps as arrays over the requested keys, whose number is given by group.
 
     Raises:
         KVHearthError: ``bad_message`` if the reply does not fit the request.
     """
-    if query.sent is query.asked and len(query.sent) == len(replies) == 1:
-        for (group, count), reply in zip(query.sent.items(), replies, strict=True):
+    if len(counts) == len(replies) == 1:
+        for (group, count), reply in zip(counts.items(), replies, strict=True):
             if reply.group == group:
                 return {group: _bits(reply.bits, count)}
-    by_group = _each_once(replies, query.sent)
-    return {
-        group: _padded(_bits(by_group[group].bits, count), query.asked[group])
-        for group, count in query.sent.items()
-    }
+    by_group = _each_once(replies, counts)
+    return {group: _bits(by_group[group].bits, count) for group, count in counts.items()}
 
 
 def pack_counts(contract: Contract, groups: Mapping[int, int]) -> list[types_pb2.GroupCount]:
@@ -458,20 +454,12 @@ def _bitmaps(maps: tuple[bytes, ...], count: int) -> list[Bools]:
     return found
 
 
-def _tiers(data: bytes, count: int, asked: int) -> U8:
+def _tiers(data: bytes, count: int) -> U8:
     if len(data) != count:
         raise bad_reply(f"{len(data)} tiers for {count} keys")
     if unknown := data.translate(None, _TIERS):
         raise bad_reply(f"unknown tier {unknown[0]}")
-    return np.frombuffer(bytearray(data.ljust(asked, b"\0")), np.uint8)
-
-
-def _padded(flags: Bools, size: int) -> Bools:
-    if len(flags) == size:
-        return flags
-    padded = np.zeros(size, np.bool_)
-    padded[: len(flags)] = flags
-    return padded
+    return np.frombuffer(bytearray(data), np.uint8)
 
 
 def _absent_group(count: int) -> GroupResult:

@@ -141,7 +141,10 @@ class Settings(BaseSettings):
         "Takes up to 0.5 % of memory; needs the native module.",
     )
     keys_max: int = Field(
-        8192, ge=1, le=1 << 20, description="Maximum number of keys in one request."
+        8192,
+        ge=1,
+        le=1 << 20,
+        description="Maximum number of keys in one call; clients send longer requests in portions.",
     )
     message_bytes_max: Size = Field(
         4 << 20, ge=64 << 10, le=1 << 30, description="Maximum size of a message."

@@ -13,6 +13,9 @@ from kvhearth.errors import Reason
 from kvhearth.model import I64, U32
 from kvhearth_server.core.slot_table import SlotTable, State
 
+PORTION_SLOTS_MIN = 4096
+"""Slots of a lease's portion up to which it takes more."""
+
 
 class Leases(MutableMapping[int, I64]):
     """Lease id to slots, in the order in which the leases were granted.
@@ -24,10 +27,18 @@ class Leases(MutableMapping[int, I64]):
     def __init__(self) -> None:
         self._slots: dict[int, U32 | int] = {}
         """Slots by lease id; a lease on one slot may be its number, since an array costs more."""
+        self._joined: dict[int, list[U32]] = {}
+        """Slots that joined a lease later, portion by portion."""
 
     def __getitem__(self, lease_id: int) -> I64:
-        slots = self._slots[lease_id]
-        return np.array([slots], np.int64) if isinstance(slots, int) else slots.astype(np.int64)
+        first, *others = self.portions(lease_id)
+        return np.concatenate([first, *others]) if others else first
+
+    def portions(self, lease_id: int) -> list[I64]:
+        """Return a lease's slots by portion, ascending in each; no slot is in two of them."""
+        slots, others = self._slots[lease_id], self._joined.get(lease_id, ())
+        first = np.array([slots], np.int64) if isinstance(slots, int) else slots.astype(np.int64)
+        return [first, *(each.astype(np.int64) for each in others)]
 
     def __setitem__(self, lease_id: int, slots: I64) -> None:
         self._slots[lease_id] = slots.astype(np.uint32)
@@ -36,8 +47,27 @@ class Leases(MutableMapping[int, I64]):
         """Store a lease on one slot; equivalent to ``self[lease_id] = slots``."""
         self._slots[lease_id] = slot
 
+    def fresh(self, lease_id: int, slots: I64) -> I64:
+        """Return those of the ascending ``slots`` that a lease does not have yet."""
+        for held in self.portions(lease_id):
+            if len(slots) and held[0] <= slots[-1] and slots[0] <= held[-1]:
+                at = np.minimum(np.searchsorted(held, slots), len(held) - 1)
+                slots = slots[held[at] != slots]
+        return slots
+
+    def join(self, lease_id: int, slots: I64) -> None:
+        """Add slots to a lease that ``fresh`` has returned. Short portions grow, since an array of
+        its own for each would have no bound but the slots.
+        """
+        joined = self._joined.setdefault(lease_id, [])
+        if joined and len(joined[-1]) < PORTION_SLOTS_MIN:
+            slots = np.sort(np.concatenate((slots, joined.pop())))
+        if len(slots):
+            joined.append(slots.astype(np.uint32))
+
     def __delitem__(self, lease_id: int) -> None:
         del self._slots[lease_id]
+        self._joined.pop(lease_id, None)
 
     def __contains__(self, lease_id: object) -> bool:
         return lease_id in self._slots
@@ -52,7 +82,9 @@ class Leases(MutableMapping[int, I64]):
         """The slots of all leases, concatenated; shape (slots held,)."""
         each = self._slots.values()
         ones = np.array([slots for slots in each if isinstance(slots, int)], np.uint32)
-        return np.concatenate([ones, *(slots for slots in each if not isinstance(slots, int))])
+        joined = [slots for portions in self._joined.values() for slots in portions]
+        several = [slots for slots in each if not isinstance(slots, int)]
+        return np.concatenate([ones, *several, *joined])
 
     @property
     def slot_count(self) -> int:
@@ -62,7 +94,9 @@ class Leases(MutableMapping[int, I64]):
     @property
     def nbytes(self) -> int:
         """Bytes of the slot lists."""
-        return sum(4 if isinstance(slots, int) else slots.nbytes for slots in self._slots.values())
+        firsts = (4 if isinstance(slots, int) else slots.nbytes for slots in self._slots.values())
+        joined = (slots.nbytes for portions in self._joined.values() for slots in portions)
+        return sum(firsts) + sum(joined)
 
 
 DOUBTS_REMEMBERED = 1024

@@ -108,10 +108,12 @@ def _unhold_plain(state: CoreState, segment: int, slots: Pick) -> bool:
 
 def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
     """End a lease; False if the group has none of that id."""
-    slots = group.leases.pop(lease_id, None)
-    if slots is None:
+    if lease_id not in group.leases:
         return False
+    portions = group.leases.portions(lease_id)
+    del group.leases[lease_id]
     del group.leased_at[lease_id]
     state.ledger.segments[group.segment].leases -= 1
-    unhold(state, group.segment, ascending(slots))
+    for slots in portions:
+        unhold(state, group.segment, ascending(slots))
     return True

@@ -211,41 +211,45 @@ class Reading:
         lease_id: int,
         *,
         now: float = 0.0,
+        portion: bool = False,
+        joins: bool = False,
     ) -> Found:
         """Find present blocks and the longest hit, and lease the blocks that a load of it needs.
 
         Args:
             lease_id: the client's name for the lease; 0 requests none.
             now: time from which the lease's age is counted.
+            portion: the keys are some of a request's, of one group.
+            joins: what is leased joins the lease, which exists unless it was released.
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``too_many_keys``,
                 ``too_many_leases``, ``lease_exists``, ``share_exceeded``.
         """
         state = self._state
-        if lease_id and len(items) == 1 and len(items[0].keys) > 1:
+        if lease_id and not joins and len(items) == 1 and len(items[0].keys) > 1:
             found = self._lookup_whole(session, epoch, items[0], lease_id, now)
             if found is not None:
                 return found
         group, namespace, seen = self._resolve(session, epoch, items)
-        if lease_id:
+        if lease_id and not joins:
             self._check_lease(group, lease_id)
         boundaries = hit_boundaries([(one.spec, one.ready) for one in seen])
         hit, slots, short = self._affordable(group, seen, boundaries, bool(lease_id))
         needs = [blocks_needed(one.spec, hit) for one in seen]
         for one in seen:
             self._mark_used(one.heads[one.present])
-        withdrawn = lease_id in group.released_early
+        withdrawn = lease_id in group.released_early or (joins and lease_id not in group.leases)
         groups = [
             self._presence(one, need if lease_id and not withdrawn else Need(0, 0))
             for one, need in zip(seen, needs, strict=True)
         ]
         granted = 0
         if lease_id and hit and not withdrawn:
+            if joins:
+                slots = group.leases.fresh(lease_id, slots)
             hold(state, group.segment, slots)
-            state.ledger.segments[group.segment].leases += 1
-            group.leases[lease_id] = slots
-            group.leased_at[lease_id] = now
+            self._enter(group, lease_id, slots, now, joins=joins)
             state.count("leased_keys", sum(need.end - need.first for need in needs))
             pages = [one.spec.page_bytes for one in seen]
             extents = [len(one.extents) for one in groups]
@@ -253,13 +257,41 @@ class Reading:
             granted = lease_id
         state.count("lookups")
         self._count_keys(namespace.traffic, seen)
-        asked = max((len(one.heads) * one.spec.block_tokens for one in seen), default=0)
-        state.count("asked_tokens", asked)
-        state.count("hit_tokens", hit)
-        count_tokens(group, namespace, asked, hit)
+        self._count_tokens(group, namespace, seen, hit, lease_id if portion else None)
         asking = any(one.asking is not None for one in seen)
         promotion_queue = self._promotion_queue(namespace, items, seen)
         return Found(granted, hit, groups, short, promotion_queue, asking)
+
+    def _enter(self, group: Group, lease_id: int, slots: I64, now: float, *, joins: bool) -> None:
+        """Enter held slots as a new lease, or as a portion of one."""
+        if joins:
+            group.leases.join(lease_id, slots)
+            return
+        self._state.ledger.segments[group.segment].leases += 1
+        group.leases[lease_id] = slots
+        group.leased_at[lease_id] = now
+
+    def _count_tokens(
+        self,
+        group: Group,
+        namespace: Namespace,
+        seen: list[_Seen],
+        hit: int,
+        lease_of_portion: int | None,
+    ) -> None:
+        """Count the tokens of a lookup. Those of a request in portions are counted once, in its
+        first group of full attention, and hit where they are leased.
+        """
+        counted = seen
+        if lease_of_portion is not None:
+            kinds = [spec.kind for spec in namespace.contract.groups]
+            first = kinds.index(GroupKind.FULL) if GroupKind.FULL in kinds else 0
+            counted = [one for one in seen if one.kv_group == first]
+            hit = hit if counted and lease_of_portion else 0
+        asked = max((len(one.heads) * one.spec.block_tokens for one in counted), default=0)
+        self._state.count("asked_tokens", asked)
+        self._state.count("hit_tokens", hit)
+        count_tokens(group, namespace, asked, hit)
 
     def _lookup_whole(
         self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float

@@ -65,9 +65,9 @@ class _Asked:
 class _Lease:
     """Extents of a lease; ``known`` once they are among those that may be read."""
 
-    blobs: list[bytes]
-    count: int
-    bytes: int
+    blobs: list[bytes] = field(default_factory=list)
+    count: int = 0
+    bytes: int = 0
     known: bool = False
 
 
@@ -122,27 +122,34 @@ class Book:
         with self._changed:
             self._looking.setdefault(lease, _Asked())
 
-    def leased(self, lease: int, blobs: list[bytes]) -> None:
-        """Grant the extents of its reply to readers, until the lease ends."""
+    def leased(self, lease: int, blobs: list[bytes], *, joins: bool = False) -> None:
+        """Grant the extents of its reply to readers, until the lease ends; with ``joins``, only to
+        those of a lease that has not ended yet.
+        """
         records = np.frombuffer(b"".join(blobs), EXTENT_DTYPE)
         count, size = len(records), int(records["length"].sum(dtype=np.int64))
         with self._changed:
             asked = self._looking.pop(lease, None)
-            if asked is None or asked.void or self._closed or lease in self._leases:
+            if asked is None or asked.void or self._closed or (lease in self._leases) != joins:
                 return
             if count and self._leased + count <= GRANTS_MAX:
-                self._leases[lease] = _Lease(blobs, count, size)
+                whole = self._leases.setdefault(lease, _Lease())
+                whole.blobs += blobs
+                whole.count += count
+                whole.bytes += size
                 self._leased += count
                 self._leased_bytes += size
+                if whole.known:
+                    self._make_readable(blobs)
 
-    def post(self, lease: int, blobs: list[bytes]) -> None:
+    def post(self, lease: int, blobs: list[bytes], *, joins: bool = False) -> None:
         """Grant the extents of a lookup that the gateway answered itself; the daemon hears of the
         lease afterwards, and ``posted`` follows.
         """
         self.look_up(lease)
         with self._changed:
             self._posting.add(lease)
-        self.leased(lease, blobs)
+        self.leased(lease, blobs, joins=joins)
 
     def posted(self, lease: int) -> None:
         """Note that the daemon has heard of a lease. Idempotent."""
@@ -170,6 +177,10 @@ class Book:
                 for blob in lease.blobs if lease.known else ():
                     for each in places(blob):
                         self._forget(each)
+
+    def _make_readable(self, blobs: Iterable[bytes]) -> None:
+        for each in (each for blob in blobs for each in places(blob)):
+            self._readable[each] = self._readable.get(each, 0) + 1
 
     def _forget(self, each: tuple[int, Place]) -> None:
         left = self._readable.get(each, 0) - 1
@@ -256,8 +267,7 @@ class Book:
             for lease in self._leases.values():
                 if not lease.known:
                     lease.known = True
-                    for each in (each for blob in lease.blobs for each in places(blob)):
-                        self._readable[each] = self._readable.get(each, 0) + 1
+                    self._make_readable(lease.blobs)
             return [each in self._readable for each in extents]
 
     # -- the end -----------------------------------------------------------------------------------

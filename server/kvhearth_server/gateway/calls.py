@@ -262,7 +262,7 @@ class CallsConnection:
                 reply = pb.LookupResponse.FromString(_body(answer))
                 blobs = [group.extents for group in reply.groups if group.extents]
         finally:
-            self._book.leased(lease, blobs)
+            self._book.leased(lease, blobs, joins=request.joins)
             self._session.note_held()
         return kind, answer
 
@@ -282,7 +282,7 @@ class CallsConnection:
             )
         ):
             return None
-        query = Query(blobs, counts, counts, total)
+        query = Query(blobs, counts, total)
         return find_mapped(session.index, contract, query, request.epoch, request.lease_id)
 
     def _answer_lookup(self, request: pb.LookupRequest, found: LookupResult) -> memoryview:
@@ -302,7 +302,8 @@ class CallsConnection:
             request.lease_id = 0
         else:
             reply.lease_id = found.lease.id
-            self._book.post(found.lease.id, [group.extents for group in reply.groups])
+            blobs = [group.extents for group in reply.groups]
+            self._book.post(found.lease.id, blobs, joins=request.joins)
             self._session.note_held()
         self._posted = request
         body = reply.SerializeToString()

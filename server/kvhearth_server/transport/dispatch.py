@@ -241,6 +241,8 @@ class Dispatcher:
             items,
             request.lease_id,
             now=engine.now(),
+            portion=request.portion,
+            joins=request.joins,
         )
         reply = cache_pb2.LookupResponse(
             boot_id=engine.boot_id,

@@ -170,13 +170,16 @@ def _chains(group: cache_pb2.GroupCommit, contract: Contract, key_count: int) ->
 def asked_for(
     contract: Contract, request: cache_pb2.LookupRequest, keys_max: int
 ) -> SingleLookup | list[KeysItem]:
-    """Return a lookup's keys as ``keys_items`` does; one with a lease as ``SingleLookup``."""
+    """Return a lookup's keys as ``keys_items`` does; one with a lease as ``SingleLookup``, unless
+    it is a portion of a request.
+    """
     groups = request.groups
     if len(groups) != 1:
         return keys_items(contract, groups, keys_max)
     group = groups[0]
     blob = group.keys
-    if len(blob) == contract.hash_bytes and (lease_id := request.lease_id):
+    lease_id = request.lease_id
+    if len(blob) == contract.hash_bytes and lease_id and not request.portion:
         return SingleLookup(group.group, blob, lease_id)
     _few_keys(len(blob), contract, keys_max)
     return [KeysItem(group.group, PackedKeys(blob, contract.hash_bytes))]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvhearth.client import KVClient
 from kvhearth.connectors.core.groups import EngineGroups
-from kvhearth.connectors.core.load_policy import LoadPolicy
+from kvhearth.connectors.core.load_policy import UNBOUNDED_TOKENS, LoadPolicy
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import Geometry
 from kvhearth.wire.handshake import NAMELESS, Run
@@ -18,6 +18,7 @@ COUNTERS = {
     "lookups": "Requests for which KVHearth was asked.",
     "lookup_late": "Requests that went without because the answer took too long.",
     "lookup_failed": "Requests for which there was no answer.",
+    "lookup_short": "Requests of which less was leased than found: the daemon's bounds on leases.",
     "hit_tokens": "Prompt tokens that KVHearth had beyond the engine's own.",
     "declined_tokens": "Of these, tokens recomputed since that was estimated to be faster.",
     "hit_engine_tokens": "Prompt tokens of admitted requests that the engine had itself.",
@@ -146,13 +147,13 @@ class Request(Protocol):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """A request's own demands; 0 is no bound.
+    """A request's own demands.
 
     Attributes:
         skips: nothing is looked up or loaded.
         handover_tokens: tokens that another engine has prefilled for it.
-        load_tokens_max: most tokens that are loaded at a time.
-        store_tokens_max: tokens after which nothing is stored.
+        load_tokens_max: most tokens that are loaded at a time; with 0 none are.
+        store_tokens_max: tokens after which nothing is stored; with 0 nothing is.
         find_key_salt: finds the digest of what its hashes do not cover, such as an adapter's
             weights; None if they cover all. Runs on a thread of its own and may read files. It
             returns None if there is no digest: then nothing is loaded or stored.
@@ -161,8 +162,8 @@ class RequestOptions:
 
     skips: bool = False
     handover_tokens: int = 0
-    load_tokens_max: int = 0
-    store_tokens_max: int = 0
+    load_tokens_max: int = UNBOUNDED_TOKENS
+    store_tokens_max: int = UNBOUNDED_TOKENS
     find_key_salt: Callable[[], bytes | None] | None = None
     traceparent: str = ""
 

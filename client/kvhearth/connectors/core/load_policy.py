@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+UNBOUNDED_TOKENS = 1 << 62
+"""A bound in tokens where nobody gave one. 0 is a bound like any other: it means none at all."""
 _DECAY = 0.97
 _COUNT_MIN = 4
 _TRY_EVERY = 64
@@ -66,10 +68,10 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """A user's bounds in tokens, 0 for none; ``always`` switches the estimate off."""
+    """A user's bounds of one load in tokens; ``always`` switches the estimate off."""
 
     min_load_tokens: int = 0
-    max_load_tokens: int = 0
+    max_load_tokens: int = UNBOUNDED_TOKENS
     always: bool = False
 
 
@@ -91,12 +93,9 @@ class LoadPolicy:
         self._bounds = bounds
         self._refused_count = 0
 
-    def most(self, asked: int = 0) -> int:
-        """Return the most tokens that one load may bring, 0 for no bound; ``asked`` is a request's
-        own bound.
-        """
-        given = [bound for bound in (self._bounds.max_load_tokens, asked) if bound > 0]
-        return min(given) if given else 0
+    def most(self, asked: int = UNBOUNDED_TOKENS) -> int:
+        """Return the most tokens that one load may bring; ``asked`` is a request's own bound."""
+        return min(self._bounds.max_load_tokens, asked)
 
     def judge(self, tokens: int) -> Verdict:
         """Decide about a hit of ``tokens`` beyond those that the engine has."""

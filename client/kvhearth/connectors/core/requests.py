@@ -12,6 +12,7 @@ from kvhearth.connectors.core.load_policy import Verdict
 from kvhearth.connectors.core.load_tracker import Loads, RequestState
 from kvhearth.connectors.core.lookup_queue import Lookup, LookupQueue
 from kvhearth.connectors.core.store_tracker import Progress
+from kvhearth.counters import Warnings
 from kvhearth.model import Tier
 from kvhearth.results import LookupResult
 
@@ -206,13 +207,14 @@ class Requests:
 
     def __init__(self, context: Context, loads: Loads, run_tokens: int = DECODE_RUN_TOKENS) -> None:
         self._run_tokens = context.groups.run_tokens(run_tokens) if run_tokens else 0
-        self._consumes = context.facts.loads
+        self._loads_any = context.facts.loads
         self._options_of = context.facts.options_of
         self._settings = context.settings
         self._client = context.client
         self._groups = context.groups
         self._policy = context.policy
         self._counters = context.counters
+        self._warnings = Warnings()
         self._hash_tokens = context.groups.hash_tokens
         self._loads = loads
         self._steps_back = context.facts.drops_block
@@ -267,7 +269,7 @@ class Requests:
             result = None if lookup is None or state.seen else lookup.result
             if lookup is not None and result is not None:
                 self._note(state, lookup, result)
-                if not self._consumes:
+                if not self._consumes(state):
                     self._drop(state)
         return found
 
@@ -307,10 +309,9 @@ class Requests:
         progress.traceparent = options.traceparent
         if options.find_key_salt is not None:
             progress.key_salt = None
-        bounds = [options.store_tokens_max]
+        progress.tokens_max = options.store_tokens_max
         if self._settings.offload_prompt_only:
-            bounds.append(request.num_prompt_tokens)
-        progress.tokens_max = min([bound for bound in bounds if bound] or [1 << 62])
+            progress.tokens_max = min(progress.tokens_max, request.num_prompt_tokens)
         handover_until = time.monotonic() + self._settings.handover_wait_ms / 1000
         state = RequestState(request, options, progress, handover_until)
         self._states[request.request_id] = state
@@ -330,7 +331,7 @@ class Requests:
             state.declined = True
             return
         hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
-        prefetch = self._consumes and self._policy.prefetches(tokens)
+        prefetch = self._consumes(state) and self._policy.prefetches(tokens)
         options = state.options
         state.lookup = self._lookups.ask(
             hashes, options.find_key_salt, prefetch=prefetch, traceparent=options.traceparent
@@ -350,11 +351,14 @@ class Requests:
         state.waited = False
         self._asking.discard(state.request.request_id)
 
+    def _consumes(self, state: RequestState) -> bool:
+        """Whether blocks may be loaded for the request."""
+        return self._loads_any and self._policy.most(state.options.load_tokens_max) > 0
+
     def _limit(self, state: RequestState, computed_tokens: int) -> int:
         """Return the token count up to which a load may reach."""
         limit = self._groups.end(int(state.request.num_tokens), step_back=self._steps_back)
-        most = self._policy.most(state.options.load_tokens_max)
-        return min(limit, computed_tokens + most) if most else limit
+        return min(limit, computed_tokens + self._policy.most(state.options.load_tokens_max))
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """Return the number of tokens beyond ``computed_tokens`` that can be loaded; None before
@@ -365,6 +369,8 @@ class Requests:
         if state.options.skips:
             return 0
         state.computed_tokens = computed_tokens
+        if not self._consumes(state):
+            return 0
         if state.given_up or state.loading or state.declined:
             return 0
         if state.lookup is None:
@@ -430,6 +436,15 @@ class Requests:
         state.seen = True
         if result.reason:
             self._counters.add("lookup_failed")
+        if result.lease_short:
+            self._counters.add("lookup_short")
+            self._warnings.warn(
+                "lookup.short",
+                "a hit ends where the daemon leases no more blocks",
+                reason=result.lease_short,
+                hit_tokens=result.hit_tokens,
+                found_tokens=self._groups.ceiling(result, state.asked_tokens),
+            )
         state.progress.key_salt = lookup.key_salt
         # Blocks left on SSD count as absent, so that the engine that recomputes them stores them in
         # DRAM for the next request. A remote's do in any case: they may come too late to be loaded.
@@ -494,7 +509,7 @@ class Requests:
         if external_tokens:
             self._asking.discard(request.request_id)
             self._loads.begin(state, table, external_tokens)
-        elif self._consumes:
+        elif self._consumes(state):
             self._drop(state)
         # Only a preempted request is looked up again, from a clean state.
         state.declined, state.asked_count, state.offer = False, 0, (0, 0)

@@ -187,7 +187,7 @@ class SchedulerConnector:
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         """See ``Requests.matched``."""
-        return self._requests.matched(request, computed_tokens) if self._facts.loads else 0
+        return self._requests.matched(request, computed_tokens)
 
     def allocated(self, request: Request, table: BlockTable, external_tokens: int) -> None:
         """See ``Requests.allocated``."""
@@ -245,7 +245,17 @@ class SchedulerConnector:
                 self._stores.plan(state.progress, lambda: table, tokens)
             finally:
                 self._stores.hold_chosen()
-        self.counters.add("store_skipped", self._stores.left_blocks(state.progress, tokens))
+        if skipped := self._stores.left_blocks(state.progress, tokens):
+            self.counters.add("store_skipped", skipped)
+            _warnings.warn(
+                "store.skipped",
+                "blocks of a request are not stored: no slots for them, or too many pages held",
+                tokens=tokens,
+                blocks=skipped,
+                held_pages=self._block_refs.held_count,
+                held_percent=self._settings.held_percent,
+                slots=self._stores.short_reasons,
+            )
         return min(tokens, state.progress.tokens_max)
 
     # -- steps -------------------------------------------------------------------------------------

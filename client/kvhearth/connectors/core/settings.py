@@ -46,7 +46,7 @@ class Settings:
         handover_wait_ms: how long a request that another engine has prefilled waits for its blocks.
         policy: ``auto`` loads a hit only where that is estimated to beat computing it; ``always``
             loads every hit.
-        min_load_tokens, max_load_tokens: bounds of one load in tokens; 0 for none.
+        min_load_tokens, max_load_tokens: bounds of one load in tokens.
         offload_prompt_only: do not store blocks of generated tokens.
         held_percent: share of the engine's KV blocks that stores may keep from reuse.
         verify_fraction: fraction of the blocks loaded into GPU memory whose checksum is compared, 0
@@ -74,7 +74,7 @@ class Settings:
     handover_wait_ms: int = between(2000, 0, 600_000)
     policy: str = one_of("auto", "always")
     min_load_tokens: int = between(0, 0, 1 << 30)
-    max_load_tokens: int = between(0, 0, 1 << 30)
+    max_load_tokens: int = between(1 << 30, 0, 1 << 30)
     offload_prompt_only: bool = False
     held_percent: int = between(25, 1, 90)
     verify_fraction: float = between(VERIFY_FRACTION, 0.0, 1.0)

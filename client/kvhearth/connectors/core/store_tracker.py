@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvhearth.connectors.core.engine import NULL_PAGE, BlockTable, Context, PagePool
+from kvhearth.connectors.core.load_policy import UNBOUNDED_TOKENS
 from kvhearth.connectors.core.step_metadata import Move, RankStored, StoreJob, WorkerReport
 from kvhearth.contract import GroupKind
 from kvhearth.model import CHECKSUM_BYTES, U8, Bools
@@ -284,7 +285,7 @@ class Progress:
     key_salt: bytes | None = b""
     due_tokens: int = 0
     present: dict[int, Bools] = field(default_factory=dict)
-    tokens_max: int = 1 << 62
+    tokens_max: int = UNBOUNDED_TOKENS
     traceparent: str = ""
 
 
@@ -302,7 +303,7 @@ class _Run(NamedTuple):
 
 
 STORE_BLOCKS_MAX = 1024
-"""Most blocks of one store: one commit of them is well under any daemon's bound of keys."""
+"""Most blocks of one store, so that its commit comes soon after its copies."""
 
 
 class Stores:
@@ -338,6 +339,12 @@ class Stores:
     def open_count(self) -> int:
         """Number of stores that ranks have not finished."""
         return len(self._open) + (self._planned is not None)
+
+    @property
+    def short_reasons(self) -> str:
+        """Why the daemon granted fewer slots than were asked for last, by group, or empty."""
+        reasons = map(self._slot_pool.short_reason, range(self._groups.count))
+        return ",".join(filter(None, reasons))
 
     @property
     def oldest_s(self) -> float:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, overload
 
 from kvhearth.codec import LOSSLESS
 from kvhearth.connectors.core.engine import BlockTable, EngineFacts, RequestOptions, Step
+from kvhearth.connectors.core.load_policy import UNBOUNDED_TOKENS
 from kvhearth.connectors.core.scheduler import SchedulerConnector, agreed
 from kvhearth.connectors.core.settings import Settings, one_of
 from kvhearth.connectors.core.step_metadata import Geometry, Handshake
@@ -27,7 +28,7 @@ from kvhearth.connectors.vllm.identity import (
 )
 from kvhearth.contract import Contract
 from kvhearth.copiers import kernels
-from kvhearth.counters import log_event
+from kvhearth.counters import Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
 from kvhearth.tracing import TRACEPARENT, parsed
@@ -157,6 +158,7 @@ def _bad(problem: str) -> KVHearthError:
     return KVHearthError(Reason.BAD_CONTRACT, problem)
 
 
+_TOKENS_MAX = (1 << 31) - 1
 HANDOVER = "kvhearth_tokens"
 """Name in ``kv_transfer_params`` of the number of tokens that another engine has prefilled."""
 
@@ -208,29 +210,40 @@ class RequestReader:
 
     def __init__(self) -> None:
         self._adapters = Adapters()
+        self._warnings = Warnings()
 
     def options_of(self, request: Any) -> RequestOptions:
         """Return a request's demands from its ``kv_transfer_params`` and its adapter."""
         params, lora = request.kv_transfer_params or {}, request.lora_request
         return RequestOptions(
             skips=bool(request.skip_reading_prefix_cache),
-            handover_tokens=_count(params.get(HANDOVER)),
-            load_tokens_max=_count(params.get("max_load_tokens")),
-            store_tokens_max=_count(params.get("max_offload_tokens")),
+            handover_tokens=self._tokens(params, HANDOVER, 0),
+            load_tokens_max=self._tokens(params, "max_load_tokens", UNBOUNDED_TOKENS),
+            store_tokens_max=self._tokens(params, "max_offload_tokens", UNBOUNDED_TOKENS),
             find_key_salt=None if lora is None else lambda: self._adapters.digest(lora),
             traceparent=_traceparent(request.trace_headers),
         )
+
+    def _tokens(self, params: Mapping[str, Any], name: str, absent: int) -> int:
+        """Return a token count from outside; ``absent`` also in place of what is none."""
+        value = params.get(name)
+        if type(value) is int and 0 <= value <= _TOKENS_MAX:
+            return value
+        if value is not None:
+            self._warnings.warn(
+                "request.bad_tokens",
+                f"a request's parameter is ignored: it must be a whole number, 0 to {_TOKENS_MAX}",
+                kind=name,
+                parameter=name,
+                type=type(value).__name__,
+            )
+        return absent
 
 
 def _traceparent(headers: Any) -> str:
     """Return the trace context in a request's headers, which vLLM has if it traces; or empty."""
     given = headers.get(TRACEPARENT) if headers else None
     return given if isinstance(given, str) and parsed(given) else ""
-
-
-def _count(value: Any) -> int:
-    """Return a count from outside: a positive integer, or 0."""
-    return value if isinstance(value, int) and 0 < value < 1 << 31 else 0
 
 
 class BlockIds(Sequence[int]):

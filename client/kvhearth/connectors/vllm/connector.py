@@ -84,12 +84,14 @@ class HearthProm(KVConnectorPromMetrics):
             for name, text in stats.COUNTERS.items()
         }
         self._gauges = {
-            name: self._by_engine(metric_types[Gauge], name, text)
+            # Each report of an engine goes to one of its API servers: the last one counts.
+            name: self._by_engine(metric_types[Gauge], name, text, multiprocess_mode="mostrecent")
             for name, text in stats.GAUGES.items()
         }
 
-    def _by_engine(self, kind: Any, name: str, text: str) -> dict[int, Any]:
-        metric = kind(name=f"vllm:kvhearth_{name}", documentation=text, labelnames=self._labelnames)
+    def _by_engine(self, kind: Any, name: str, text: str, **how: str) -> dict[int, Any]:
+        name = f"vllm:kvhearth_{name}"
+        metric = kind(name=name, documentation=text, labelnames=self._labelnames, **how)
         return {
             engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()
         }

@@ -83,6 +83,8 @@ class LookupRequest(google.protobuf.message.Message):
     WAIT_US_FIELD_NUMBER: builtins.int
     AGE_US_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    PORTION_FIELD_NUMBER: builtins.int
+    JOINS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The weights epoch that the engine runs with."""
     lease_id: builtins.int
@@ -98,6 +100,10 @@ class LookupRequest(google.protobuf.message.Message):
     """Microseconds since the engine asked, of a lookup that the client answered itself from the shared index; else 0."""
     traceparent: builtins.str
     """W3C trace context of the caller's span, or empty: the daemon's span follows it."""
+    portion: builtins.bool
+    """These are some of a request's keys, of one group. The others travel in lookups of their own."""
+    joins: builtins.bool
+    """The lease exists, and what is leased joins it; nothing is leased once it was released."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -111,8 +117,10 @@ class LookupRequest(google.protobuf.message.Message):
         wait_us: builtins.int = ...,
         age_us: builtins.int = ...,
         traceparent: builtins.str = ...,
+        portion: builtins.bool = ...,
+        joins: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote", "lease_id", b"lease_id", "prefetch", b"prefetch", "traceparent", b"traceparent", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "joins", b"joins", "knows_remote", b"knows_remote", "lease_id", b"lease_id", "portion", b"portion", "prefetch", b"prefetch", "traceparent", b"traceparent", "wait_us", b"wait_us"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 

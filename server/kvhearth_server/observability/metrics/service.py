@@ -53,7 +53,6 @@ _CLIENT_TROUBLE = (
     "errands_late",
     "errands_unknown",
     "errands_refused",
-    "keys_cut",
     "stock_failures",
     "store_crashes",
     "load_crashes",
