@@ -59,7 +59,7 @@ class ChecksumWorkers:
     def start(self) -> None:
         """Start all tasks; call on the loop."""
         self._supervisor.spawn("sum", self._sum_forever)
-        self._supervisor.spawn("watch", self._watch_forever)
+        self._supervisor.spawn("drains", self._watch_forever)
         self._supervisor.spawn("pins", self._expire_forever)
         if self._verify:
             self._supervisor.spawn("verify", self._verify_adopted)

@@ -23,11 +23,18 @@ class Supervisor:
         self._counters = counters
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def spawn(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Run ``work()`` again whenever it fails, in the place of what has this name; a plain
-        return ends it.
+    def spawn(
+        self, name: str, work: Callable[[], Awaitable[None]], *, replaces: bool = False
+    ) -> None:
+        """Run ``work()`` again whenever it fails; a plain return ends it.
+
+        Args:
+            name: of no other work, unless this one takes its place.
+            replaces: end the work that has this name.
         """
         if (former := self._tasks.get(name)) is not None:
+            if not replaces:
+                raise ValueError(f"{name} runs already")
             former.cancel()
         self._tasks[name] = asyncio.get_running_loop().create_task(
             self._watch(name, work), name=name

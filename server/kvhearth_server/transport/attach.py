@@ -226,7 +226,7 @@ class AttachServer:
         former, self._socket = self._socket, listening(path, _BACKLOG)
         if former is not None:
             former.close()
-        supervisor.spawn("attach", self._accept_forever)
+        supervisor.spawn("attach", self._accept_forever, replaces=True)
 
     async def stop(self) -> None:
         """Close the socket and all connections."""

@@ -276,9 +276,10 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("accesses", "admin_door", "attach", "attach_connection", "catalogue", "garbage"),
-            *("gateway", "grpc_door", "http_accept", "keeper", "pins", "recovery", "reload"),
-            *("lag", "scrub", "scrub_ssd", "sum", "tiering", "trim", "verify", "watch", "watchdog"),
+            *("accesses", "admin_door", "attach", "attach_connection", "catalogue", "drains"),
+            *("files", "garbage", "gateway", "grpc_door", "http_accept", "keeper", "lag", "pins"),
+            *("recovery", "reload", "scrub", "scrub_ssd", "sum", "tiering", "trim", "verify"),
+            *("watch", "watchdog"),
         },
     ),
     Metric(
