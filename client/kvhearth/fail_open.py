@@ -132,8 +132,10 @@ _ANSWERED_LATE = frozenset(
     }
 )
 
-_LOST = SESSION_ENDS | {Reason.DAEMON_AWAY}
-"""Reasons with which a call fails if the daemon died or was replaced before anyone noticed."""
+_LOST = SESSION_ENDS | {Reason.DAEMON_AWAY, Reason.CLOSED}
+"""Reasons with which a call fails if the daemon died or was replaced: before anyone noticed, or
+while the session manager does, who closes the transport.
+"""
 
 
 class NotSent(KVHearthError):
@@ -272,7 +274,7 @@ class Caller:
             reply = link.transport.call(rpc, request, deadline_s)
         except KVHearthError as error:
             self._record(error.reason)
-            if error.reason in _LOST and self._died(link):
+            if error.reason in _LOST and not self._closed and self._died(link):
                 raise KVHearthError(Reason.DAEMON_AWAY, "the daemon has gone") from None
             if error.reason in SESSION_ENDS:
                 self._session_manager.lose(link, error)

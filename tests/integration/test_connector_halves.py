@@ -14,6 +14,7 @@ from support.scripted_engine import (
     FULL,
     PAGE_BYTES,
     ScriptedEngine,
+    contract_of,
     scripted_engine,
 )
 
@@ -253,7 +254,7 @@ def test_a_daemon_that_stands_still_delays_a_request_by_no_more_than_its_patienc
 
 
 def test_ranks_that_differ_are_not_served(caplog: pytest.LogCaptureFixture) -> None:
-    same = Handshake("{}")
+    same = Handshake(contract_of((FULL,), 1, 1).to_json())
     assert agreed([same, same]) is same
     assert agreed([same, Handshake('{"a":1}')]) is None
     assert agreed([same, Handshake("", problem="no pages here")]) is None

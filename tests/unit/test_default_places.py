@@ -15,7 +15,6 @@ from kvhearth.connectors.core.settings import Settings as ConnectorSettings
 from kvhearth.url import DEFAULT_URL, UnixUrl, default_socket_dir, find_socket_dir, parse_url
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.config.model import Settings
-from kvhearth_server.preflight import arena_plan
 
 pytestmark = pytest.mark.usefixtures("no_environment")
 
@@ -76,7 +75,7 @@ def test_the_cache_is_on_shared_memory_where_there_is_room(ordinary: Path) -> No
     ):
         settings = load_settings(asked)
         assert settings.arena_dir is None
-        assert reason in arena_plan(settings).fallback
+        assert reason in settings.arena_fallback
     for given in ("none", "/a"):
         settings = load_settings({"arena_dir": given})
         assert settings.arena_dir == (None if given == "none" else Path(given))
