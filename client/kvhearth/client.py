@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from logging import WARNING
 
 import numpy as np
@@ -30,7 +31,7 @@ from kvhearth.results import (
 )
 from kvhearth.session.link import EPOCH_UNKNOWN, Arena, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
-from kvhearth.shared_index import find_mapped, posted_lookup, told_queries
+from kvhearth.shared_index import MappedLeases, find_mapped, posted_lookup, told_queries
 from kvhearth.tracing import NO_SPAN, OFF, Span, Tracer, client_tracer
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, UnixUrl, parse_url
@@ -84,6 +85,7 @@ class Decisions:
         self._session_manager = SessionManager(url, hello, self._counters)
         self._caller = Caller(self._session_manager, self._counters, decides=hello.scheduler)
         self._returns = Returns(self._caller, contract)
+        self._leases = MappedLeases(contract)
 
     @property
     def epoch(self) -> int:
@@ -130,6 +132,8 @@ class Decisions:
                 if span.on:
                     _end_lookup(span, mapped, "index")
                 return mapped
+            if lease:
+                self._leases.wait(link, query, self._lookup_s)
             request = pb.LookupRequest(
                 epoch=self._own_epoch(),
                 lease_id=lease_id,
@@ -179,19 +183,32 @@ class Decisions:
     def _find_mapped(self, link: Link, query: Query, lease_id: int) -> LookupResult | None:
         """Answer from the mapped index; the daemon hears of it later, for the lease and its use."""
         found = find_mapped(link, self._contract, query, self.epoch, lease_id)
-        if found is not None:
-            kind = f"{base.LOOKUP.name}:{lease_id or self._ids.new_id()}"
-            told = told_queries(query, found, link.welcome.keys_max)
-            for number, (part, how) in enumerate(told):
-                request = posted_lookup(part, self.epoch, found.lease, how)
-                keys, parts = part.key_count, len(part.blobs)
-                self._caller.post(
-                    link, base.LOOKUP, request, kind=f"{kind}:{number}", weight=keys, parts=parts
-                )
-            self._counters.add_all(
-                {"lookup_keys": query.key_count, "lookup_hit_tokens": found.hit_tokens}
+        if found is None:
+            return None
+        told = list(told_queries(self._contract, query, found, link.welcome.keys_max))
+        if not self._leases.enter(link, found, sum(how.leased for _, how in told)):
+            return None
+        kind = f"{base.LOOKUP.name}:{lease_id or self._ids.new_id()}"
+        for number, (part, how) in enumerate(told):
+            self._caller.post(
+                link,
+                base.LOOKUP,
+                posted_lookup(part, self.epoch, found.lease, how),
+                kind=f"{kind}:{number}",
+                weight=part.key_count,
+                parts=len(part.blobs),
+                answered=partial(self._leases.answered, found.lease, how.tokens)
+                if found.lease is not None and how.leased
+                else None,
             )
+        self._counters.add_all(
+            {"lookup_keys": query.key_count, "lookup_hit_tokens": found.hit_tokens}
+        )
         return found
+
+    def holds(self, found: LookupResult) -> bool:
+        """See ``MappedLeases.holds``."""
+        return self._leases.holds(found)
 
     def prefetch(self, groups: KeysByGroup, *, traceparent: str = "") -> PrefetchResult:
         """Request the promotion of blocks on slower tiers; leases nothing."""

@@ -295,12 +295,15 @@ class Caller:
         kind: str = "",
         weight: int = 1,
         parts: int = 0,
+        answered: Callable[[Any], None] | None = None,
     ) -> None:
         """Queue a request that no caller waits for; see ``QueuedRequest`` for the arguments."""
         welcome = link.welcome
         kind = kind or rpc.name
         self._session_manager.put(
-            QueuedRequest(rpc, request, weight, welcome.boot_id, welcome.session, kind, parts)
+            QueuedRequest(
+                rpc, request, weight, welcome.boot_id, welcome.session, kind, parts, answered
+            )
         )
 
     def _died(self, link: Link) -> bool:

@@ -13,6 +13,19 @@ from kvhearth.errors import ClientReason, NoReason, Reason
 from kvhearth.model import U8, U32, Bools, Records
 
 
+@dataclass
+class Grant:
+    """The daemon's word on a lease.
+
+    Attributes:
+        heard: it has come. The mapped index answers before that.
+        short: fewer blocks are leased than the answer names.
+    """
+
+    heard: bool = True
+    short: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Lease:
     """The right to read the leased extents of one lookup, until it is released.
@@ -21,11 +34,13 @@ class Lease:
         id: chosen by the client.
         boot_id: boot of the daemon that granted it.
         slots: slots that it holds, by group.
+        grant: the daemon's word on it.
     """
 
     id: int
     boot_id: str
     slots: Mapping[int, U32] = field(default_factory=dict)
+    grant: Grant = field(default_factory=Grant)
 
     def by_group(self, extents: Mapping[int, Records] | Records) -> dict[int, Records]:
         """Return extents by group; plain records are assigned by the slots of the lease."""

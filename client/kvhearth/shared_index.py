@@ -1,14 +1,16 @@
 """Answers lookups from the mapped index, without a call to the daemon.
 
-A found block is not held: its generation before and after the copy decides whether it was read, as
-for every load. A question that the index cannot answer goes to the daemon.
+A found block is held once the daemon has heard of its lease; its generation before and after the
+copy decides whether it was read, as for every load. A question that the index cannot answer goes to
+the daemon.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -18,7 +20,7 @@ from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.model import EXTENT_DTYPE, Records, Tier
 from kvhearth.native.table import Found, Table
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.results import GroupResult, Lease, LookupResult, blocks_back
+from kvhearth.results import Grant, GroupResult, Lease, LookupResult, blocks_back
 from kvhearth.session.link import Session
 from kvhearth.wire.handshake import Welcome
 from kvhearth.wire.messages import Query, whole_group
@@ -26,6 +28,7 @@ from kvhearth.wire.messages import Query, whole_group
 # Each access to an enumeration member by name costs a search.
 _FULL = GroupKind.FULL
 _AGE_US_MAX = (1 << 32) - 1
+_ASKS_S = 1.0
 
 
 class _Answer(NamedTuple):
@@ -72,25 +75,27 @@ def find_mapped(
         groups = {group: _without_lease(found) for group, found in groups.items()}
     elif hit:
         slots = {group: found.extents["slot"] for group, found in groups.items()}
-        lease = Lease(lease_id, welcome.boot_id, slots)
+        lease = Lease(lease_id, welcome.boot_id, slots, Grant(heard=False))
     return LookupResult(hit, lease, groups, 0, "", "", welcome.boot_id, lease_id)
 
 
 class Told(NamedTuple):
-    """How the daemon hears of keys: for their lease, as a portion that may join it."""
+    """How the daemon hears of keys: for their lease, as a portion that may join it; and the tokens
+    that it leases if all is as the index said.
+    """
 
     leased: bool = True
     portion: bool = False
     joins: bool = False
+    tokens: int = 0
 
 
-_WHOLE = Told()
-
-
-def told_queries(query: Query, found: LookupResult, most: int) -> Iterator[tuple[Query, Told]]:
+def told_queries(
+    contract: Contract, query: Query, found: LookupResult, most: int
+) -> Iterator[tuple[Query, Told]]:
     """Split a query that was answered into those by which the daemon hears of it."""
     if query.key_count <= most:
-        yield query, _WHOLE
+        yield query, Told(leased=found.lease is not None, tokens=found.hit_tokens)
         return
     joins = False
     for group, count in query.counts.items():
@@ -98,14 +103,15 @@ def told_queries(query: Query, found: LookupResult, most: int) -> Iterator[tuple
         begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
         for first, last in ((0, begin), (begin, end), (end, count)):
             for start in range(first, last, most):
-                leased = first == begin and last == end
+                leased = found.lease is not None and first == begin and last == end
                 part = query.portion(group, range(start, min(start + most, last)))
-                yield part, Told(leased, True, joins and leased)
+                tokens = part.key_count * contract.groups[group].block_tokens
+                yield part, Told(leased, True, joins and leased, tokens)
                 joins = joins or leased
 
 
 def posted_lookup(
-    query: Query, epoch: int, lease: Lease | None, told: Told = _WHOLE
+    query: Query, epoch: int, lease: Lease | None, told: Told
 ) -> Callable[[], pb.LookupRequest]:
     """Return a function that makes the lookup by which the daemon hears of a question that was
     answered without it; nobody who waits for the answer calls it.
@@ -126,6 +132,88 @@ def posted_lookup(
         return request
 
     return make
+
+
+class MappedLeases:
+    """Leases of answers from the mapped index, until the daemon has told what it leased. The daemon
+    leases a bounded part of its memory, and evicts what it did not lease. Thread-safe.
+    """
+
+    def __init__(self, contract: Contract) -> None:
+        self._contract = contract
+        self._changed = threading.Condition()
+        self._link: Attached | None = None
+        self._unheard: dict[int, list[int]] = {}
+        """Posts without an answer, and bytes, by lease."""
+        self._asks_until = 0.0
+        """Monotonic time until which the daemon is asked, since it leased less than was told."""
+
+    def enter(self, link: Attached, found: LookupResult, posts: int) -> bool:
+        """Enter the lease of an answer of which the daemon will hear by ``posts`` calls; False if
+        it may have too little room for it, so that it has to be asked. Others may post, too: half
+        of the room counts.
+        """
+        if found.lease is None:
+            return True
+        counts = {group: len(one.extents) for group, one in found.groups.items()}
+        size, table = self._bytes(link, counts), link.tables[0]
+        with self._changed:
+            if self._link is not link:
+                self._link = link
+                self._unheard.clear()
+            if size + self._unheard_bytes() > table.room_bytes // 2:
+                return False
+            if time.monotonic() < self._asks_until:
+                return False
+            self._unheard[found.lease.id] = [posts, size]
+        return True
+
+    def wait(self, link: Attached, query: Query, seconds: float) -> None:
+        """Wait until the daemon has heard of the other leases, if a call would take their room."""
+        if not link.tables or not self._unheard:
+            return
+        shards = {group: self._contract.groups[group].shards for group in query.counts}
+        size = self._bytes(link, {g: count * shards[g] for g, count in query.counts.items()})
+        table = link.tables[0]
+        with self._changed:
+            self._changed.wait_for(
+                lambda: size + self._unheard_bytes() <= table.room_bytes or not self._unheard,
+                seconds,
+            )
+
+    def _bytes(self, link: Attached, shards: Mapping[int, int]) -> int:
+        """Return the size of the slots of so many shards of each group."""
+        table, specs = link.tables[0], self._contract.groups
+        return sum(n * table.slot_bytes(specs[group].page_bytes) for group, n in shards.items())
+
+    def _unheard_bytes(self) -> int:
+        return sum(size for _, size in self._unheard.values())
+
+    def answered(self, lease: Lease, tokens: int, reply: pb.LookupResponse | None) -> None:
+        """Take the answer to a call that told of a lease of so many tokens; None if none comes."""
+        with self._changed:
+            if reply is None or not reply.lease_id or reply.hit_tokens < tokens:
+                lease.grant.short = True
+                self._asks_until = time.monotonic() + _ASKS_S
+            left = self._unheard.get(lease.id)
+            if left is None:
+                return  # of another session
+            left[0] -= 1
+            if not left[0]:
+                del self._unheard[lease.id]
+                lease.grant.heard = True
+                self._changed.notify_all()
+
+    def holds(self, found: LookupResult) -> bool:
+        """Whether the daemon leases what an answer names, or may still do so: until it has told
+        that, all blocks must be where they were.
+        """
+        lease, link = found.lease, self._link
+        if lease is None or lease.grant.heard or lease.grant.short:
+            return lease is None or not lease.grant.short
+        return link is not None and all(
+            link.tables[0].intact(one.extents) for one in found.groups.values()
+        )
 
 
 def _without_lease(found: GroupResult) -> GroupResult:

@@ -132,6 +132,55 @@ def test_a_block_that_is_evicted_before_its_copy_is_a_miss_even_in_the_same_slot
         assert right(engine, others, mapped(engine, others)) == 40
 
 
+def test_no_more_is_told_leased_than_the_daemon_leases() -> None:
+    requests = [new_keys(40) for _ in range(24)]  # 15 MiB of 16; 80 % of them can be leased
+    with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
+        client = engine.client
+        for keys in requests:
+            assert engine.store(keys).bound == keys
+        answers = [
+            client.lookup_mapped({0: keys}) or client.lookup({0: keys}, lease=True)
+            for keys in requests
+        ]
+        leases = [each.lease for each in answers if each.lease is not None]
+        until(lambda: all(each.grant.heard for each in leases), "the daemon has told all leases")
+        told = sum(int(each.groups[0].leased.sum()) for each in answers)
+        assert 700 < told <= daemon.counters()["leased_keys"]
+        assert not any(each.grant.short for each in leases)
+        for keys in (new_keys(40) for _ in range(12)):
+            engine.store(keys)
+        for keys, found in zip(requests, answers, strict=True):
+            assert client.holds(found)
+            if count := int(found.groups[0].leased.sum()):
+                assert right(engine, keys[:count], found) == count
+
+
+def test_a_lease_that_comes_too_late_is_known() -> None:
+    with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
+        client, keys = engine.client, new_keys(40)
+        assert engine.store(keys).bound == keys
+        daemon.stop()
+        try:
+            found = mapped(engine, keys)
+            assert client.holds(found), "as far as anybody knows"
+            assert found.lease is not None
+            assert not found.lease.grant.heard
+        finally:
+            daemon.go_on()
+        until(lambda: found.lease is not None and found.lease.grant.heard, "the daemon tells")
+        assert client.holds(found)
+        client.release(found.lease)
+        until(lambda: not daemon.stats().leases, "the lease ends")
+        again = mapped(engine, keys)
+        client.release(again.lease)
+        until(lambda: not daemon.stats().leases, "the lease ends")
+        evict(daemon)
+        late = again.lease
+        assert late is not None
+        late.grant.heard = False
+        assert not client.holds(again), "its blocks are gone"
+
+
 def test_a_new_epoch_voids_all_entries_at_once() -> None:
     with (
         running_daemon(arena=False, shared_index=True) as daemon,
@@ -234,6 +283,29 @@ def test_a_scheduler_gets_its_answer_at_once() -> None:
         assert engine.wait_loaded(whole)
         assert all(engine.holds(whole, 0, block) for block in range(10))
         engine.finish(whole)
+
+
+def test_tokens_are_not_offered_once_the_daemon_has_refused_their_lease() -> None:
+    with (
+        running_daemon(arena=False, shared_index=True, leases_max=1) as daemon,
+        scripted_engine(daemon.url()) as engine,
+    ):
+        assert engine.run("a", "stored", 160) == 0
+        first, second = (engine.add(name, "stored", 175) for name in ("b", "c"))
+
+        def refused() -> bool:
+            state = engine.half._requests.find("c")
+            assert state is not None
+            assert state.lookup is not None
+            found = state.lookup.result
+            return found is not None and found.lease is not None and found.lease.grant.short
+
+        until(refused, "the daemon holds one lease at most")
+        assert engine.admit(second) == 0
+        assert engine.admit(first) == 160
+        assert engine.wait_loaded(first)
+        for request in (first, second):
+            engine.finish(request)
 
 
 def test_a_client_that_is_killed_leaves_nothing() -> None:

@@ -196,7 +196,7 @@ def test_touches_take_no_room_from_releases() -> None:
     assert len(outbox) == 3
     taken = outbox.take()
     assert [each.rpc.name for each in taken] == ["Release", "Release", "Touch"]
-    assert outbox.put_back([*taken, touch()]) == 1
+    assert len(outbox.put_back([*taken, touch()])) == 1
 
 
 def test_lookups_precede_the_releases_of_their_leases_and_take_no_room_from_them() -> None:

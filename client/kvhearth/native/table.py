@@ -1,10 +1,10 @@
 """The shared index of one segment: written by the daemon, read by clients that map it.
 
 Memory of a table, in order: for each namespace number a word with its epoch above its first space
-(number 0 is no namespace's: its word counts the blocks that found no room); the cells; an entry of
-64 bytes for each slot (see ``src/table.c``). A space stands for a KV group of a namespace in one
-epoch; no number is used twice in a run of the daemon, so that a new epoch voids all older entries
-at once.
+(number 0 is no namespace's: its word counts the blocks that found no room); eight words of which
+the first has the bytes that may still be leased; the cells; an entry of 64 bytes for each slot (see
+``src/table.c``). A space stands for a KV group of a namespace in one epoch; no number is used twice
+in a run of the daemon, so that a new epoch voids all older entries at once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ KEY_BYTES_MAX = 32
 """Longest key that an entry holds."""
 SPACE_MAX = (1 << 31) - 1
 NAMESPACES = 1 << 16
+_ROWS = NAMESPACES + 8
 _CELL_BYTES, _ENTRY_BYTES, _ROW_BYTES = 8, 64, 8
 _CELLS_MIN = 16
 _EXTENT_BYTES = 40
@@ -59,7 +60,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Size of the table."""
-        rows, cells = NAMESPACES * _ROW_BYTES, self.cell_count * _CELL_BYTES
+        rows, cells = _ROWS * _ROW_BYTES, self.cell_count * _CELL_BYTES
         return rows + cells + self.slot_count * _ENTRY_BYTES
 
 
@@ -132,7 +133,7 @@ class Table:
         self.shape = shape
         self._find, self._put = _FIND(("kvh_table_find", native)), _PUT(("kvh_table_put", native))
         self._kept = memory, generations
-        rows_end = NAMESPACES * _ROW_BYTES
+        rows_end = _ROWS * _ROW_BYTES
         cells_end = rows_end + shape.cell_count * _CELL_BYTES
         self._rows = memory[:rows_end].view(np.uint64)
         self.entries = memory[cells_end : shape.bytes].view(np.uint64).reshape(-1, 8)
@@ -164,6 +165,25 @@ class Table:
         """Number of blocks so far that found no room, so that the table does not have them."""
         count: int = self._rows.item(0)
         return count
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of slots that may still be leased, when the daemon last wrote it."""
+        room: int = self._rows.item(NAMESPACES)
+        return room
+
+    def tell_room(self, room_bytes: int) -> None:
+        """Write the bytes that may still be leased."""
+        self._rows[NAMESPACES] = room_bytes
+
+    def slot_bytes(self, page_bytes: int) -> int:
+        """Return the size of the slot of a shard."""
+        return -(-page_bytes // self.shape.slot_bytes_min) * self.shape.slot_bytes_min
+
+    def intact(self, extents: npt.NDArray[np.void]) -> bool:
+        """Whether the slots of extents have the generations that they had."""
+        _, generations = self._kept
+        return bool((generations[extents["slot"]] == extents["generation"]).all())
 
     def use(self, namespace: int, epoch: int, space: int) -> None:
         """Set the first space of a namespace; 0 takes its blocks out of the table."""

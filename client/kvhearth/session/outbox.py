@@ -34,6 +34,8 @@ class QueuedRequest(NamedTuple):
         parts: number of groups in it.
         boot_id, session: session that it was made under; it is void under another one.
         kind: requests of one kind may be merged into one message.
+        answered: called once on the session manager's thread, or the caller's, with the answer, or
+            with None if none will come while the session lasts.
         retries: number of retries after a refusal that was not the daemon's.
     """
 
@@ -44,7 +46,13 @@ class QueuedRequest(NamedTuple):
     session: int
     kind: str
     parts: int = 0
+    answered: Callable[[Any], None] | None = None
     retries: int = 0
+
+    def settle(self, reply: Any = None) -> None:
+        """Tell the answer to who wants it."""
+        if self.answered is not None:
+            self.answered(reply)
 
 
 class Outbox:
@@ -69,17 +77,17 @@ class Outbox:
             queue.append(queued)
             return True
 
-    def put_back(self, queued_requests: Iterable[QueuedRequest]) -> int:
-        """Queue requests again before all others; return the number that found no room."""
+    def put_back(self, queued_requests: Iterable[QueuedRequest]) -> list[QueuedRequest]:
+        """Queue requests again before all others; return those that found no room."""
         sorted_out: tuple[list[QueuedRequest], list[QueuedRequest]] = ([], [])
         for queued in queued_requests:
             sorted_out[queued.rpc in _DROPPABLE].append(queued)
-        lost = 0
+        lost: list[QueuedRequest] = []
         with self._lock:
             for (queue, most), waiting in zip(self._queues, sorted_out, strict=True):
                 room = max(most - len(queue), 0)
                 queue.extendleft(reversed(waiting[:room]))
-                lost += max(len(waiting) - room, 0)
+                lost += waiting[room:]
         return lost
 
     def take(self) -> list[QueuedRequest]:
@@ -163,6 +171,7 @@ class Courier:
         if queued.rpc is LOOKUP:
             # Its answer is in use already: only a lease and the blocks' recency are lost.
             self._counters.add("lookups_not_posted")
+            queued.settle()
         else:
             self._counters.add("outbox_overflow")
             self._warnings.warn(
@@ -199,7 +208,9 @@ class Courier:
                 again += [queued for rest in batches[index:] for queued in rest]
                 break
         if again:
-            self._counters.add("outbox_overflow", self._outbox.put_back(again))
+            lost = self._outbox.put_back(again)
+            self._counters.add("outbox_overflow", len(lost))
+            _settle(lost)
             self._pause_until = time.monotonic() + _PAUSE_S
 
     def _send(self, link: Link, together: list[QueuedRequest]) -> list[QueuedRequest]:
@@ -212,12 +223,13 @@ class Courier:
             KVHearthError: ``daemon_away`` or ``deadline``: to be sent again later.
         """
         try:
-            self._call(link, together[0].rpc, merge(together))
+            reply = self._call(link, together[0].rpc, merge(together))
         except KVHearthError as error:
             if error.reason in _SILENT:
                 raise
             if error.reason in _DONE:
                 self._counters.add("errands_unknown")
+                _settle(together)
                 return []
             retries = max(queued.retries for queued in together)
             not_ours = isinstance(error, BareError) and error.reason is not Reason.BAD_MESSAGE
@@ -227,6 +239,13 @@ class Courier:
             if len(together) == 1:
                 self._counters.add("errands_refused")
                 self._warnings.warn("release.refused", "the daemon refuses a release", error=error)
+                _settle(together)
                 return []
             return [left for queued in together for left in self._send(link, [queued])]
+        _settle(together, reply)
         return []
+
+
+def _settle(together: Iterable[QueuedRequest], reply: Any = None) -> None:
+    for queued in together:
+        queued.settle(reply)

@@ -229,6 +229,8 @@ class Engine:
         finally:
             if self.core.state.actions:
                 self._act()
+            elif self.shared_index is not None:
+                self.shared_index.tell_room()
 
     def authenticate(self, token: str) -> Session:
         """Return the session of a gRPC token.
@@ -439,6 +441,7 @@ class Engine:
             self._do(action)
         if self.shared_index is not None:
             self.shared_index.publish_noted()
+            self.shared_index.tell_room()
 
     def run_deferred(self) -> None:
         """Do the work deferred until after the answer. Idempotent."""
