@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from functools import partial
 from logging import WARNING
 
 import numpy as np
@@ -31,7 +30,7 @@ from kvhearth.results import (
 )
 from kvhearth.session.link import EPOCH_UNKNOWN, Arena, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
-from kvhearth.shared_index import MappedLeases, find_mapped, posted_lookup, told_queries
+from kvhearth.shared_index import MappedLeases, find_mapped
 from kvhearth.tracing import NO_SPAN, OFF, Span, Tracer, client_tracer
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, UnixUrl, parse_url
@@ -183,24 +182,11 @@ class Decisions:
     def _find_mapped(self, link: Link, query: Query, lease_id: int) -> LookupResult | None:
         """Answer from the mapped index; the daemon hears of it later, for the lease and its use."""
         found = find_mapped(link, self._contract, query, self.epoch, lease_id)
-        if found is None:
-            return None
-        told = list(told_queries(self._contract, query, found, link.welcome.keys_max))
-        if not self._leases.enter(link, found, sum(how.leased for _, how in told)):
+        if found is None or (posts := self._leases.posts(link, query, found, self.epoch)) is None:
             return None
         kind = f"{base.LOOKUP.name}:{lease_id or self._ids.new_id()}"
-        for number, (part, how) in enumerate(told):
-            self._caller.post(
-                link,
-                base.LOOKUP,
-                posted_lookup(part, self.epoch, found.lease, how),
-                kind=f"{kind}:{number}",
-                weight=part.key_count,
-                parts=len(part.blobs),
-                answered=partial(self._leases.answered, found.lease, how.tokens)
-                if found.lease is not None and how.leased
-                else None,
-            )
+        for number, post in enumerate(posts):
+            self._caller.post(link, base.LOOKUP, kind=f"{kind}:{number}", **post)
         self._counters.add_all(
             {"lookup_keys": query.key_count, "lookup_hit_tokens": found.hit_tokens}
         )

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -148,10 +149,30 @@ class MappedLeases:
         self._asks_until = 0.0
         """Monotonic time until which the daemon is asked, since it leased less than was told."""
 
-    def enter(self, link: Attached, found: LookupResult, posts: int) -> bool:
-        """Enter the lease of an answer of which the daemon will hear by ``posts`` calls; False if
-        it may have too little room for it, so that it has to be asked. Others may post, too: half
-        of the room counts.
+    def posts(
+        self, link: Attached, query: Query, found: LookupResult, epoch: int
+    ) -> list[dict[str, Any]] | None:
+        """Return the arguments of the posts by which the daemon hears of an answer; None if it has
+        to be asked.
+        """
+        told = list(told_queries(self._contract, query, found, link.session.welcome.keys_max))
+        if not self._enter(link, found, sum(how.leased for _, how in told)):
+            return None
+        return [
+            {
+                "request": posted_lookup(part, epoch, found.lease, how),
+                "weight": part.key_count,
+                "parts": len(part.blobs),
+                "answered": partial(self._answered, found.lease, how.tokens)
+                if found.lease is not None and how.leased
+                else None,
+            }
+            for part, how in told
+        ]
+
+    def _enter(self, link: Attached, found: LookupResult, posts: int) -> bool:
+        """Enter the lease of an answer; False if the daemon may have too little room for it. Others
+        may post, too: half of the room counts.
         """
         if found.lease is None:
             return True
@@ -189,7 +210,7 @@ class MappedLeases:
     def _unheard_bytes(self) -> int:
         return sum(size for _, size in self._unheard.values())
 
-    def answered(self, lease: Lease, tokens: int, reply: pb.LookupResponse | None) -> None:
+    def _answered(self, lease: Lease, tokens: int, reply: pb.LookupResponse | None) -> None:
         """Take the answer to a call that told of a lease of so many tokens; None if none comes."""
         with self._changed:
             if reply is None or not reply.lease_id or reply.hit_tokens < tokens:
