@@ -9,7 +9,7 @@ COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY client ./client
 COPY server ./server
 COPY deploy/docker ./deploy/docker
-# `--build-arg EXTRAS=server,remote`: with the client libraries of remote tiers (some 50 MB more).
+# `--build-arg EXTRAS=server,remote`: with the client libraries of remote tiers (some 35 MB more).
 ARG EXTRAS=server
 RUN ./deploy/docker/install.sh /src /image
 

@@ -3,7 +3,7 @@
 
     python docs/repro_grpc_aio_bad_path.py
 
-Exits with 1 if the installed grpcio has the bug (1.85.1 has), with 0 if the server still answers.
+Exits with 1 if the installed grpcio has the bug (1.85.3 has), with 0 if the server still answers.
 Needs grpcio only. Nothing is sent but what any peer without credentials can send: the HTTP/2
 preface, SETTINGS, and one HEADERS frame.
 

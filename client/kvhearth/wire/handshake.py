@@ -6,7 +6,7 @@ descriptors) or ``refused``. From then on the connection stands for the session:
 checked before memory is allocated for it.
 
 A first frame ``{"kind": "health"}`` is answered with ``{"kind": "health", "serving": bool,
-"degraded": [str, ...]}``, and the connection ends.
+"degraded": [str, ...], "doors_shut": [str, ...]}``, and the connection ends.
 """
 
 from __future__ import annotations

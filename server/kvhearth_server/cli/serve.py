@@ -28,7 +28,7 @@ _CONFIG_HELP = "YAML file of settings (environment: KVHEARTH_CONFIG)."
 
 def _help(field: FieldInfo) -> str:
     """Return the description with the default as it would be written."""
-    if field.default is None or field.default == ():
+    if field.default in (None, (), ""):
         return field.description or ""
     shown = next((item for item in field.metadata if isinstance(item, Shown)), None)
     default = shown.format(field.default) if shown else str(field.default).lower()
@@ -44,7 +44,10 @@ def metavar(field: FieldInfo) -> str:
         return "|".join(typing.get_args(field.annotation))
     if Path in (field.annotation, *typing.get_args(field.annotation)):
         return "DIR"
-    return "N" if field.annotation is int else "FRACTION"
+    if field.annotation is int:
+        return "N"
+    bounded = any(hasattr(item, "le") or hasattr(item, "lt") for item in field.metadata)
+    return "FRACTION" if bounded else "NUMBER"
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:

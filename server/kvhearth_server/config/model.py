@@ -17,9 +17,11 @@ from kvhearth.errors import KVHearthError
 from kvhearth.url import SYSTEM_SOCKET_DIR
 from kvhearth_server.config.value_types import (
     Address,
+    OptionalFile,
     OptionalSize,
     Remotes,
     Seconds,
+    Shown,
     Size,
     SsdDirs,
     Tenants,
@@ -258,11 +260,11 @@ class Settings(BaseSettings):
     remote_requests_per_s: int = Field(
         0, ge=0, description="Limit of blocks published to a remote per second. 0: no limit."
     )
-    remote_fleet_key_file: Path | None = Field(
+    remote_fleet_key_file: OptionalFile = Field(
         None,
-        description="File with the fleet's secret, of which blocks' names at remotes are made; the "
-        "same on all hosts, for the daemon's user only (0600); kvhearth remote init-key makes one. "
-        "A remote needs it.",
+        description="File with the fleet's secret, which names blocks at remotes and encrypts them "
+        "there; the same on all hosts, for the daemon's user only (0600); kvhearth remote init-key "
+        "makes one. A remote needs it.",
     )
     remote_put_price: float = Field(
         0,
@@ -273,7 +275,7 @@ class Settings(BaseSettings):
         0, ge=0, description="Price of a million reads and existence checks at a remote."
     )
     remote_gib_price: float = Field(0, ge=0, description="Price of a GiB read from a remote.")
-    keys_file: Path | None = Field(
+    keys_file: OptionalFile = Field(
         None,
         description="File (YAML) of keys that encrypt blocks on SSD: TENANT: [{id: NAME, key: "
         "base64 of 32 bytes}], the first one writes, all of them read. For the daemon's user only "
@@ -293,7 +295,7 @@ class Settings(BaseSettings):
         description="Number of keys tracked for each tenant to tell what more memory would bring "
         "(kvhearth mrc); 300 bytes each. 0: none.",
     )
-    traces_endpoint: str = Field(
+    traces_endpoint: Annotated[str, Shown("URL", str)] = Field(
         "",
         pattern=r"^(https?://[^\s]+)?$",
         description="URL of a collector for OpenTelemetry traces (OTLP by HTTP), such as "
@@ -335,20 +337,20 @@ class Settings(BaseSettings):
         description="User ids whose processes may speak for any tenant, as a gateway does. "
         "Default: the daemon's own if listen is set, else none.",
     )
-    tls_cert: Path | None = Field(
+    tls_cert: OptionalFile = Field(
         None,
         description="File (PEM) with the certificate chain of the gateway, and of HTTP on an "
         "address that others can reach. Read again at SIGHUP, as tls_key, client_ca, tokens_file.",
     )
-    tls_key: Path | None = Field(
+    tls_key: OptionalFile = Field(
         None, description="File (PEM) with the private key of tls_cert; not readable by others."
     )
-    client_ca: Path | None = Field(
+    client_ca: OptionalFile = Field(
         None,
         description="File (PEM) of the authorities whose certificates peers of the gateway must "
         "have (mTLS). tokens_file maps them to tenants; without a map all are the only tenant's.",
     )
-    tokens_file: Path | None = Field(
+    tokens_file: OptionalFile = Field(
         None,
         description="File (YAML) of identities: hashes of tokens, and names in certificates, with "
         "tenant, role and bounds (kvhearth token new). Not readable by others.",
@@ -358,7 +360,7 @@ class Settings(BaseSettings):
         description="Allow a gateway's address that others can reach without TLS or without "
         "identities: whoever reaches it reads and writes the cache.",
     )
-    read_token_file: Path | None = Field(
+    read_token_file: OptionalFile = Field(
         None,
         description="File with a token that opens the lists of sessions, namespaces and leases "
         "over HTTP, as the admin token does; read at the start. Default: the admin token only.",

@@ -257,6 +257,7 @@ def on_or_off(value: object) -> object:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Shown("SIZE", format_size)]
+OptionalFile = Annotated[Path | None, Shown("FILE", str)]
 OptionalSize = Annotated[
     int | None,
     BeforeValidator(lambda value: None if value is None else parse_size(value)),

@@ -86,7 +86,7 @@ OWNERS: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_namespace_lookup_blocks_total",
-        "Keys asked for, by namespace and by where they were found: dram, ssd, miss.",
+        "Keys asked for, by namespace and by where they were found: dram, ssd (or a remote), miss.",
         "Hit ratio by model and tier.",
         _lookups,
         ("namespace", "result"),

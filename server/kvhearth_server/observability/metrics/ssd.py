@@ -357,14 +357,14 @@ _BETWEEN: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_promoted_blocks_total",
-        "Blocks loaded from SSD into memory, verified.",
-        "What SSD has saved engines from computing again.",
+        "Blocks loaded into memory from SSD or a remote, verified.",
+        "What these have saved engines from computing again.",
         "promoted_blocks",
     ),
     counter(
         "kvhearth_promoted_bytes_total",
         "Bytes of those blocks.",
-        "Bandwidth of loads from SSD.",
+        "Bandwidth of loads from SSD and remotes.",
         "promoted_bytes",
     ),
     counter(
@@ -381,14 +381,15 @@ _BETWEEN: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_prefetch_cancelled_blocks_total",
-        "Blocks on their way up from SSD when the request that asked for them went away.",
-        "Many: requests give up before SSD answers.",
+        "Blocks on their way up to memory when the request that asked for them went away.",
+        "Many: requests give up before SSD or a remote answers.",
         "prefetch_cancelled",
     ),
     Metric(
         "kvhearth_promotion_seconds",
-        "Time of loads from SSD into memory, a batch each, from the queue's end to the last block.",
-        "How long a request waits for blocks on SSD; compare with ssd_io_seconds.",
+        "Time of loads from SSD or a remote into memory, a batch each, from the queue's end to the "
+        "last block.",
+        "How long a request waits for such blocks; compare with ssd_io_seconds.",
         of_ssd(lambda now: [] if (t := now.promotion_seconds) is None else [((), t)]),
         kind="histogram",
     ),
