@@ -61,6 +61,11 @@ def mapped(engine: Engine, keys: list[bytes]) -> LookupResult:
     return found
 
 
+def heard(found: LookupResult) -> bool:
+    """Whether the daemon has told what it leases of an answer."""
+    return found.lease is not None and found.lease.grant.heard
+
+
 def right(engine: Engine, keys: list[bytes], found: LookupResult) -> int:
     """How many of the found blocks are copied; no byte of theirs may be wrong."""
     extents = found.groups[0].extents.reshape(len(keys), -1)
@@ -121,6 +126,7 @@ def test_a_block_that_is_evicted_before_its_copy_is_a_miss_even_in_the_same_slot
         keys, others = new_keys(40), new_keys(40)
         first = engine.store(keys)
         found = mapped(engine, keys)
+        until(lambda: heard(found), "the lease is there")
         engine.client.release(found.lease)
         until(lambda: not daemon.stats().leases, "leases end")
         evict(daemon)
@@ -143,7 +149,7 @@ def test_no_more_is_told_leased_than_the_daemon_leases() -> None:
             for keys in requests
         ]
         leases = [each.lease for each in answers if each.lease is not None]
-        until(lambda: all(each.grant.heard for each in leases), "the daemon has told all leases")
+        until(lambda: all(each.grant.heard for each in leases), "the daemon tells all")
         told = sum(int(each.groups[0].leased.sum()) for each in answers)
         assert 700 < told <= daemon.counters()["leased_keys"]
         assert not any(each.grant.short for each in leases)
@@ -163,15 +169,15 @@ def test_a_lease_that_comes_too_late_is_known() -> None:
         try:
             found = mapped(engine, keys)
             assert client.holds(found), "as far as anybody knows"
-            assert found.lease is not None
-            assert not found.lease.grant.heard
+            assert not heard(found)
         finally:
             daemon.go_on()
-        until(lambda: found.lease is not None and found.lease.grant.heard, "the daemon tells")
+        until(lambda: heard(found), "the daemon tells")
         assert client.holds(found)
         client.release(found.lease)
         until(lambda: not daemon.stats().leases, "the lease ends")
         again = mapped(engine, keys)
+        until(lambda: heard(again), "the daemon tells")
         client.release(again.lease)
         until(lambda: not daemon.stats().leases, "the lease ends")
         evict(daemon)
