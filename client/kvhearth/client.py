@@ -131,7 +131,7 @@ class Decisions:
                 if span.on:
                     _end_lookup(span, mapped, "index")
                 return mapped
-            if lease:
+            if lease and link.tables:
                 self._leases.wait(link, query, self._lookup_s)
             request = pb.LookupRequest(
                 epoch=self._own_epoch(),

@@ -42,6 +42,11 @@ class Lease:
     slots: Mapping[int, U32] = field(default_factory=dict)
     grant: Grant = field(default_factory=Grant)
 
+    @property
+    def sure(self) -> bool:
+        """Whether the daemon has told that it leases all that the answer names."""
+        return self.grant.heard and not self.grant.short
+
     def by_group(self, extents: Mapping[int, Records] | Records) -> dict[int, Records]:
         """Return extents by group; plain records are assigned by the slots of the lease."""
         if isinstance(extents, Mapping):

@@ -191,7 +191,7 @@ class MappedLeases:
 
     def wait(self, link: Attached, query: Query, seconds: float) -> None:
         """Wait until the daemon has heard of the other leases, if a call would take their room."""
-        if not link.tables or not self._unheard:
+        if not self._unheard:
             return
         shards = {group: self._contract.groups[group].shards for group in query.counts}
         size = self._bytes(link, {g: count * shards[g] for g, count in query.counts.items()})

@@ -136,6 +136,8 @@ class Table:
         rows_end = _ROWS * _ROW_BYTES
         cells_end = rows_end + shape.cell_count * _CELL_BYTES
         self._rows = memory[:rows_end].view(np.uint64)
+        self.room = self._rows[NAMESPACES : NAMESPACES + 1]
+        """The word with ``room_bytes``, shape (1,)."""
         self.entries = memory[cells_end : shape.bytes].view(np.uint64).reshape(-1, 8)
         """Entries as words, shape (slot_count, 8)."""
         start = int(memory.ctypes.data)
@@ -169,12 +171,8 @@ class Table:
     @property
     def room_bytes(self) -> int:
         """Bytes of slots that may still be leased, when the daemon last wrote it."""
-        room: int = self._rows.item(NAMESPACES)
+        room: int = self.room.item(0)
         return room
-
-    def tell_room(self, room_bytes: int) -> None:
-        """Write the bytes that may still be leased."""
-        self._rows[NAMESPACES] = room_bytes
 
     def slot_bytes(self, page_bytes: int) -> int:
         """Return the size of the slot of a shard."""

@@ -39,6 +39,7 @@ from kvhearth_server.core.actions import (
     SumOne,
 )
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
@@ -197,6 +198,7 @@ class Engine:
             return
         index.publish_all()
         self.shared_index = index
+        self._tell_room()
 
     @property
     def limits(self) -> Limits:
@@ -217,6 +219,7 @@ class Engine:
             return function(*args, **kwargs)
         finally:
             self._act()
+            self._tell_room()
             self.run_deferred()
 
     def call_deferred(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -229,8 +232,7 @@ class Engine:
         finally:
             if self.core.state.actions:
                 self._act()
-            elif self.shared_index is not None:
-                self.shared_index.tell_room()
+            self._tell_room()
 
     def authenticate(self, token: str) -> Session:
         """Return the session of a gRPC token.
@@ -441,7 +443,12 @@ class Engine:
             self._do(action)
         if self.shared_index is not None:
             self.shared_index.publish_noted()
-            self.shared_index.tell_room()
+
+    def _tell_room(self) -> None:
+        """Tell clients that map the index how much may still be leased."""
+        if self.shared_index is not None:
+            for segment, room in enumerate(self.shared_index.rooms):
+                room[0] = max(0, hold_room(self.core.state, segment))
 
     def run_deferred(self) -> None:
         """Do the work deferred until after the answer. Idempotent."""

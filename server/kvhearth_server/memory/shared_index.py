@@ -19,7 +19,6 @@ from kvhearth.native import available
 from kvhearth.native.blocks import address_of
 from kvhearth.native.table import KEY_BYTES_MAX, SPACE_MAX, Shape, Table
 from kvhearth_server.core.actions import Action, Bind, BindOne, Summed
-from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import CoreState
@@ -48,6 +47,8 @@ class SharedIndex:
         geometry = state.table.geometry
         segments = range(len(geometry.segments))
         self._tables = [self._open(_shape(geometry, segment)) for segment in segments]
+        self.rooms = [table.room for table in self._tables]
+        """By segment, the word that tells clients how many bytes may still be leased."""
         self._ones: list[BindOne] = []
         """Blocks that ``publish_noted`` publishes together."""
         self._columns = address_of(state.table.checksum), address_of(state.table.flags)
@@ -99,11 +100,6 @@ class SharedIndex:
         table = self._tables[self._state.segment_of[namespace.tenant]]
         table.use(namespace.number, namespace.epoch, space)
 
-    def tell_room(self) -> None:
-        """Tell clients how much of each segment may still be leased."""
-        for segment, table in enumerate(self._tables):
-            table.tell_room(max(0, hold_room(self._state, segment)))
-
     def note(self, action: Action) -> None:
         """Publish the blocks that an action makes servable, unless they are gone already.
 
@@ -148,7 +144,6 @@ class SharedIndex:
     def publish_all(self) -> None:
         """Publish the blocks of an adopted arena."""
         self.follow()
-        self.tell_room()
         for _, _, heads in self._state.index.spaces():
             for start in range(0, len(heads), _PORTION):
                 self._publish_heads(heads[start : start + _PORTION])

@@ -415,7 +415,8 @@ class Requests:
                 state.asked_count = 0
                 self._ask(state)
             return False
-        void = lookup.session_id != self._client.session_id or not self._client.holds(result)
+        sure = result.lease is None or result.lease.sure or self._client.holds(result)
+        void = lookup.session_id != self._client.session_id or not sure
         if void or _aged(lookup, now, self._settings.lease_s):
             self._drop(state)
             # A wait for room does not count as a lookup. An answer that was old when first seen
