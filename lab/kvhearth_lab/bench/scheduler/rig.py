@@ -44,8 +44,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvhearth.client import KVClient, connect
 from kvhearth.connectors.core.step_metadata import Handshake, RankStored, StepMeta, WorkerReport
+from kvhearth.connectors.vllm.identity import process_group_of
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.model import checksum_of
+from kvhearth.wire.handshake import Run
 
 BLOCK_TOKENS = 16
 HEAD_SIZE = 64
@@ -310,8 +312,13 @@ class Rig:
         connector = self._scheduler.connector
         handshake = Handshake(contract.to_json(), 1, (0,))
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-        engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._member = connect(self._config.url, contract, engine_id=engine_id, scheduler=False)
+        self._member = connect(
+            self._config.url,
+            contract,
+            engine_id=str(vllm_config.kv_transfer_config.engine_id),
+            scheduler=False,
+            run=Run(process_group_of(vllm_config)),
+        )
         end = time.monotonic() + ATTACH_S
         while not self._stores():
             if time.monotonic() > end:
