@@ -337,7 +337,9 @@ class Evictor:
             busy |= states == State.LOADING
             if busy.any():
                 continue
-            counted = (states != State.FREE) & ~self._of_ended(rows)
+            counted = states != State.FREE
+            if self._ended:
+                counted &= ~self._of_ended(rows)
             used = int(table.used_at[rows].max(initial=0, where=counted))
             unsaved = self._unsaved_in(rows)
             if len(unsaved):
@@ -361,7 +363,9 @@ class Evictor:
         links = table.head[rows].astype(np.int64)
         heads = np.where(links > 0, links - 1, np.arange(rows.start, rows.stop))
         unsaved = (table.state[rows] != State.FREE) & (table.copy_state[heads] < CopyState.SAVED)
-        return np.asarray(heads[unsaved & ~self._of_ended(rows)])
+        if self._ended:
+            unsaved &= ~self._of_ended(rows)
+        return np.asarray(heads[unsaved])
 
     def _of_ended(self, rows: slice) -> Bools:
         """Which slots have blocks of ended namespaces."""

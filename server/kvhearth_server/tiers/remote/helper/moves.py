@@ -86,7 +86,7 @@ class Movers:
                     batch.outcomes[row] = Corrupt("source")
             hit("mover.staged")
         finally:
-            if batch.is_sealed():
+            if batch.count_sealed():
                 self._copied(work)
             self._putting.run(partial(batch.run, good, self._gone, partial(self._send, names)))
 
@@ -193,7 +193,7 @@ class _Batch:
         with self._lock:
             self._counts[name] += amount
 
-    def is_sealed(self) -> bool:
+    def count_sealed(self) -> bool:
         """Count a portion as sealed; return whether it was the last one."""
         with self._lock:
             self._unsealed -= 1
