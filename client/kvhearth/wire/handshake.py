@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
@@ -206,11 +208,17 @@ class Hello:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One segment whose descriptor comes with the welcome, in the order of the descriptors."""
+    """One segment whose descriptor comes with the welcome, in the order of the descriptors.
+
+    ``unpopulated`` has the begin and the end, in bytes, of each range that has no pages yet,
+    ascending. Heartbeats tell how they shrink. To touch such a range may be a SIGBUS: whoever
+    copies into one has the kernel populate it first.
+    """
 
     segment: int
     bytes: int
     page_bytes: int
+    unpopulated: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -305,6 +313,17 @@ def _check_numbers(welcome: Welcome) -> None:
             raise KVHearthError(
                 Reason.BAD_MESSAGE, f"welcome: segment {info.segment} is out of range or empty"
             )
+        if not ranges_in(info.unpopulated, info.bytes):
+            raise KVHearthError(
+                Reason.BAD_MESSAGE, f"welcome: 'unpopulated' of segment {info.segment} is no ranges"
+            )
+
+
+def ranges_in(bounds: Sequence[object], size_bytes: int) -> bool:
+    """Whether ``bounds`` are begin and end of ranges within ``size_bytes``, ascending, apart."""
+    numbers = [each for each in bounds if type(each) is int]
+    rising = all(low < high for low, high in pairwise([-1, *numbers, size_bytes + 1]))
+    return rising and len(numbers) == len(bounds) and len(bounds) % 2 == 0
 
 
 def _check_tables(welcome: Welcome) -> None:

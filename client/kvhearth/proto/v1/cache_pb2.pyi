@@ -55,10 +55,15 @@ class HeartbeatResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     GROUP_COMPLETE_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    UNPOPULATED_FIELD_NUMBER: builtins.int
     boot_id: builtins.str
     epoch: builtins.int
     group_complete: builtins.bool
     draining: builtins.bool
+    @property
+    def unpopulated(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Begin and end, in bytes, of each range of the session's segment that has no pages yet, ascending."""
+
     def __init__(
         self,
         *,
@@ -66,8 +71,9 @@ class HeartbeatResponse(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         group_complete: builtins.bool = ...,
         draining: builtins.bool = ...,
+        unpopulated: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "draining", b"draining", "epoch", b"epoch", "group_complete", b"group_complete"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "draining", b"draining", "epoch", b"epoch", "group_complete", b"group_complete", "unpopulated", b"unpopulated"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
