@@ -332,6 +332,17 @@ class MachineBase(RuleBasedStateMachine):
     # -- dying ------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.model.blocks) > 6 and self.quiet_steps > 15)
+    @rule(data=st.data())
+    def memory_ends(self, data: st.DataObject) -> None:
+        """The machine has no memory for some slabs, at least for a while."""
+        slabs = range(self.state.table.geometry.slab_count)
+        some = data.draw(st.sets(st.sampled_from(slabs), max_size=1), label="slabs")
+        if data.draw(st.booleans(), label="ends"):
+            self.engine.call(self.core.withhold, some)
+        else:
+            sizes = self.state.table.slab_slot_bytes
+            self.engine.call(self.core.offer, [slab for slab in some if not sizes[slab]])
+
     @rule()
     def kill_the_daemon(self) -> None:
         """Kill the daemon between two calls."""

@@ -34,11 +34,12 @@ class Pool:
         self.pool.check()
         return slots
 
-    def give(self, slots: I64) -> None:
-        """Frees slots."""
+    def give(self, slots: I64) -> int:
+        """Frees slots; returns the bytes of withheld ones."""
         self.table.state[slots] = State.FREE
-        self.pool.give(slots)
+        lost = self.pool.give(slots)
         self.pool.check()
+        return lost
 
 
 def test_neighbours_come_out_in_rising_order() -> None:
@@ -114,18 +115,31 @@ def test_numbers_that_name_no_slot() -> None:
 def test_against_a_set_of_free_slots(data: st.DataObject) -> None:
     pool = Pool(3)
     used: dict[int, int] = {}
+    withheld: set[int] = set()
+    capacity = 3 * SLAB_BYTES
     for _ in range(data.draw(st.integers(1, 30))):
         size = data.draw(st.sampled_from([SMALL, ODD, LARGE]))
-        if data.draw(st.booleans()):
+        if data.draw(st.integers(0, 5)) == 0:
+            slabs = data.draw(st.sets(st.integers(1, 3)))
+            if data.draw(st.booleans()):
+                capacity -= pool.pool.withhold(slabs)
+                withheld |= slabs
+            else:
+                empty = {slab for slab in slabs if not pool.table.slab_slot_bytes[slab]}
+                capacity += pool.pool.offer(empty)
+                withheld -= empty
+            pool.pool.check()
+        elif data.draw(st.booleans()):
             count = data.draw(st.integers(0, 20))
             can = pool.pool.can_take(size)
             slots = pool.take(size, count)
             assert len(slots) == min(count, can)
             assert not used.keys() & set(slots.tolist())
+            assert not withheld & set(pool.table.slabs_of(slots).tolist())
             used |= dict.fromkeys(slots.tolist(), size)
         elif used:
             some = data.draw(st.lists(st.sampled_from(sorted(used)), unique=True, min_size=1))
-            pool.give(np.array(some, np.int64))
+            capacity -= pool.give(np.array(some, np.int64))
             used = {slot: size for slot, size in used.items() if slot not in some}
         elif (slab := pool.pool.empty_of_others(size)) is not None:
             pool.pool.take_back(slab)
@@ -133,6 +147,21 @@ def test_against_a_set_of_free_slots(data: st.DataObject) -> None:
         assert pool.pool.slab_used.sum() == len(used)
         for slot, of_size in used.items():
             assert pool.table.slot_bytes_of(np.array([slot]))[0] == of_size
+        if not withheld:
+            assert capacity <= 3 * SLAB_BYTES
+        assert capacity >= sum(used.values())
+
+
+def test_withheld_slabs_come_back_behind_the_others_in_rising_order() -> None:
+    pool = Pool(4)
+    assert pool.pool.withhold([2, 3, 4]) == 3 * SLAB_BYTES
+    assert pool.pool.can_take(LARGE) == SLAB_BYTES // LARGE
+    assert pool.pool.offer([2, 3]) == 2 * SLAB_BYTES
+    slots = np.concatenate([pool.take(LARGE, 4) for _ in range(4)])
+    assert pool.table.slabs_of(slots).tolist() == [1] * 4 + [2] * 4 + [3] * 4
+    assert pool.pool.withhold([1]) == 0
+    assert pool.give(slots) == SLAB_BYTES
+    assert pool.pool.can_take(LARGE) == 8
 
 
 @no_deadline

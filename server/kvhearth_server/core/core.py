@@ -5,7 +5,7 @@ The core is one state and the parts that change it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from kvhearth_server.core.promotion import Promotions
 from kvhearth_server.core.publishing import Publishing
 from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.reservations import Writing
-from kvhearth_server.core.slot_table import Geometry
+from kvhearth_server.core.slot_table import Geometry, SlabPool
 from kvhearth_server.core.state import CoreState, Limits, require
 from kvhearth_server.core.writeback import Writeback
 
@@ -129,6 +129,22 @@ class Core:
         """
         self.state.namespaces.drop_copies(self.named(digest))
         self.state.actions.append(Catalogue())
+
+    def withhold(self, slabs: Iterable[int]) -> None:
+        """Give out no more slots of some slabs, whose memory cannot be had (yet)."""
+        self._usable(slabs, -1, SlabPool.withhold)
+
+    def offer(self, slabs: Iterable[int]) -> None:
+        """Give out slots of empty slabs that were withheld."""
+        self._usable(slabs, 1, SlabPool.offer)
+
+    def _usable(
+        self, slabs: Iterable[int], sign: int, change: Callable[[SlabPool, list[int]], int]
+    ) -> None:
+        own = list(slabs)
+        for segment, pool in enumerate(self.state.pools):
+            inside = [slab for slab in own if pool.first_slab <= slab < pool.end_slab]
+            self.state.ledger.segments[segment].capacity += sign * change(pool, inside)
 
     def blocks_of(self, digest: bytes) -> int:
         """Number of blocks of a namespace.

@@ -10,7 +10,7 @@ uses zero for "nothing".
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +178,8 @@ class SlotTable:
         self.slab_first = np.zeros(slabs, np.int64)
         self.slab_node = np.zeros(slabs, np.int64)
         """NUMA node of each slab's memory; set before any slab is assigned."""
+        self.slab_populated = np.ones(slabs, np.bool_)
+        """Whether each slab has all its pages; another thread may set it meanwhile."""
         for index, segment in enumerate(self.geometry.segments):
             span = slice(segment.first_slab, segment.first_slab + segment.slabs)
             self.slab_segment[span] = index
@@ -358,6 +360,7 @@ class SlabPool:
         self._stride = geometry.stride
         self._slab_bytes = geometry.slab_bytes
         self.slab_used = np.zeros(shape.slabs, np.int64)
+        self._withheld: set[int] = set()
         nodes = table.slab_node[self.first_slab : self.end_slab].tolist()
         self._nodes = {node: _Node() for node in sorted(set(nodes))}
         self._first = self._nodes[nodes[0]]
@@ -397,6 +400,36 @@ class SlabPool:
     def can_take(self, slot_bytes: int) -> int:
         """Number of slots that could be taken without evicting anything."""
         return self.free_count(slot_bytes) + self.unassigned_count * self.slots_per_slab(slot_bytes)
+
+    def withhold(self, slabs: Iterable[int]) -> int:
+        """Give out no more slots of some slabs; return the free bytes that this takes away.
+
+        Used slots stay in use.
+        """
+        lost = 0
+        for slab in sorted(set(slabs) - self._withheld):
+            self._withheld.add(slab)
+            node, size = self._node_of(slab), self._table.slab_slot_bytes.item(slab)
+            if size:
+                before = node.classes[size].count
+                node.classes[size].drop_slab(slab, self._stride)
+                lost += (before - node.classes[size].count) * size
+            else:
+                del node.unassigned[slab]
+                lost += self._slab_bytes
+        return lost
+
+    def offer(self, slabs: Iterable[int]) -> int:
+        """Undo ``withhold`` for slabs that no slot size holds; return the bytes that this brings.
+
+        They are assigned after those that are there already, in ascending order.
+        """
+        fresh = sorted(self._withheld.intersection(slabs), reverse=True)
+        self._withheld.difference_update(fresh)
+        for number, node in self._nodes.items():
+            own = [slab for slab in fresh if self._table.slab_node.item(slab) == number]
+            node.unassigned = dict.fromkeys([*own, *node.unassigned])
+        return len(fresh) * self._slab_bytes
 
     def take(self, slot_bytes: int, count: int, node: int = -1) -> I64:
         """Take up to ``count`` free slots, assigning slabs as needed; their state stays FREE.
@@ -439,11 +472,22 @@ class SlabPool:
             found = node.classes[slot_bytes] = _SizeClass(slots_max)
         return found
 
-    def give(self, slots: I64) -> None:
-        """Return slots of any sizes; the caller has set their state to FREE."""
-        if not len(slots):
-            return
+    def give(self, slots: I64) -> int:
+        """Return slots of any sizes; the caller has set their state to FREE.
+
+        Returns the bytes of those that are withheld from now on.
+        """
+        lost = 0
         np.subtract.at(self.slab_used, slots // self._stride - self.first_slab, 1)
+        if self._withheld:
+            gone = np.isin(self._table.slabs_of(slots), list(self._withheld))
+            lost = int(self._table.slot_bytes_of(slots[gone]).sum())
+            slots = slots[~gone]
+        if len(slots):
+            self._give_all(slots)
+        return lost
+
+    def _give_all(self, slots: I64) -> None:
         if len(self._nodes) == 1:
             self._give_on(self._first, slots)
             return
@@ -485,7 +529,8 @@ class SlabPool:
         node.classes[size].drop_slab(slab, self._stride)
         self._table.slab_slot_bytes[slab] = 0
         self._sized(slab, 0)
-        node.unassigned[slab] = None
+        if slab not in self._withheld:
+            node.unassigned[slab] = None
 
     def slabs_of_others(self, slot_bytes: int) -> list[int]:
         """Slabs that other slot sizes hold, the emptiest first."""
@@ -524,6 +569,8 @@ class SlabPool:
                 slabs = table.slabs_of(found.free[: found.count])
                 if (table.slab_node[slabs] != number).any():
                     raise ValueError(f"node {number}: a free slot lies on another node")
+        kept = np.ones(self.end_slab - self.first_slab, np.bool_)
+        kept[[slab - self.first_slab for slab in self._withheld]] = False
         free_total = sum(found.count for _, found in self._every_class())
         used_total = 0
         for slab in range(self.first_slab, self.end_slab):
@@ -531,8 +578,8 @@ class SlabPool:
             if used != self.slab_used[slab - self.first_slab]:
                 booked = self.slab_used[slab - self.first_slab]
                 raise ValueError(f"slab {slab}: {used} slots in use, booked {booked}")
-            used_total += used
-        sizes = table.slab_slot_bytes[self.first_slab : self.end_slab]
+            used_total += used if kept[slab - self.first_slab] else 0
+        sizes = table.slab_slot_bytes[self.first_slab : self.end_slab][kept]
         slots = int((self._slab_bytes // sizes[sizes > 0]).sum())
         if slots != free_total + used_total:
             raise ValueError(f"{slots} slots, but {free_total} free + {used_total} used")

@@ -206,7 +206,7 @@ class CoreState:
         self.table.sibling[slots] = 0
         self.table.head[slots] = 0
         self.table.copy_state[slots] = 0
-        self.pools[segment].give(slots)
+        self.ledger.segments[segment].capacity -= self.pools[segment].give(slots)
         self.actions.append(Mark(slots, State.FREE))
         self.release_epoch += 1
 
