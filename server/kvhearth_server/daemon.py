@@ -31,6 +31,7 @@ from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
+from kvhearth_server.engine.populating import populate
 from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
@@ -41,7 +42,7 @@ from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import logs
 from kvhearth_server.observability import systemd as notify
 from kvhearth_server.observability.counters import Counters
-from kvhearth_server.observability.logs import StartBar, get_logger
+from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.observability.timings import watch_lag
 from kvhearth_server.ownership import foreign
@@ -104,8 +105,7 @@ def run(
     sys.setswitchinterval(settings.switch_interval_s)
     raise_limit(settings)
     check(settings)
-    with StartBar("populating") as progress:
-        arena = open_arena(plan or arena_plan(settings), progress.note)
+    arena = open_arena(plan or arena_plan(settings))
     try:
         tiers = open_tiers(settings, arena, kinds)
         try:
@@ -398,6 +398,7 @@ def _spawn(
     for tier in engine.tiers:
         if isinstance(tier, SsdTier):
             supervisor.spawn("recovery", partial(follow_recovery, tier))
+    supervisor.spawn("populate", partial(populate, engine))
     supervisor.spawn("accesses", engine.accesses.run)
     if settings.scrub_rate:
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)

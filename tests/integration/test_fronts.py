@@ -191,7 +191,7 @@ async def kit(folder: Path, *, ssd: bool = False, **options: Any) -> AsyncIterat
     settings = load_settings(flags)
     supervisor, limits = Supervisor(counters := Counters(COUNTERS)), EngineLimits(1 << 20, 0.0, 0.0)
     with contextlib.ExitStack() as undo:
-        arena = open_arena(arena_plan(settings), lambda *_: None)
+        arena = open_arena(arena_plan(settings))
         undo.callback(arena.close)
         tiers = open_tiers(settings, arena)
         for tier in tiers:

@@ -27,6 +27,8 @@ from kvhearth_server.engine.engine import Attached, Engine, EngineLimits
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.memory import journal as journal_module
 from kvhearth_server.memory.journal import Journal, journal_bytes
+from kvhearth_server.memory.numa import KernelTopology
+from kvhearth_server.memory.populator import Populator
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
 
@@ -103,6 +105,9 @@ class FakeArena:
         """Reset the state that a restart of the daemon resets."""
         self.generations = FakeGenerations(self.plan.geometry.slot_count)
         self.catalogue: dict[str, Any] | None = json.loads(self.text) if self.text else None
+        nodes = self.slab_nodes()
+        self.populator = Populator(self.plan.geometry, [], None, nodes, KernelTopology())
+        self.populator.populated[:] = True
 
     def slab_nodes(self) -> I64:
         """Return the NUMA node of each slab."""

@@ -21,7 +21,7 @@ from kvhearth_server.memory.arena import open_arena
 from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.numa import KernelTopology, Part, Placement
 from kvhearth_server.memory.plan import ArenaPlan
-from kvhearth_server.memory.segments import create_segment
+from kvhearth_server.memory.segments import create_segment, open_segment
 
 MIB = 1 << 20
 OFF = HugepagePolicy.OFF
@@ -65,28 +65,23 @@ def test_each_node_gets_as_many_whole_units() -> None:
     assert Placement(Nodes(0, 1), MIB).parts(MIB) == [Part(0, MIB, 1)]
 
 
-def test_a_thread_of_each_node_fills_its_part() -> None:
+def test_each_part_is_preferred_on_its_node_and_planned_there() -> None:
     nodes = Nodes(0, 8)
-    done: list[tuple[int, int]] = []
-    segment = create_segment(
-        8 * MIB,
-        OFF,
-        placement=Placement(nodes, 2 * MIB),
-        on_progress=lambda *pair: done.append(pair),
-    )
+    segment = create_segment(8 * MIB, OFF, placement=Placement(nodes, 2 * MIB))
     base = segment.address
     assert nodes.preferred == [(base, 4 * MIB, 0), (base + 4 * MIB, 4 * MIB, 8)]
-    assert nodes.ran == {0: "kvhearth-node0", 8: "kvhearth-node8"}
     assert segment.nodes.tolist() == [0, 0, 8, 8]
-    assert done[-1] == (8 * MIB, 8 * MIB)
     assert os.fstat(segment.fd).st_blocks * 512 >= 8 * MIB
     segment.close()
 
 
-def test_the_kernel_says_where_pages_really_are() -> None:
-    segment = create_segment(4 * MIB, OFF, placement=Placement(Nodes(0, 1, lies={1: 0}), 2 * MIB))
-    assert segment.nodes.tolist() == [0, 0]
-    segment.close()
+def test_the_kernel_says_where_pages_of_an_earlier_run_really_are() -> None:
+    with tmpfs_directory() as folder:
+        create_segment(4 * MIB, OFF, path=folder / "segment").close()
+        placement = Placement(Nodes(0, 1, lies={1: 0}), 2 * MIB)
+        segment = open_segment(folder / "segment", OFF, placement=placement)
+        assert segment.nodes.tolist() == [0, 0]
+        segment.close()
 
 
 def test_a_refusal_is_noted_and_first_touch_decides() -> None:
@@ -101,7 +96,7 @@ def test_an_arena_s_slabs_know_their_nodes_also_when_it_is_adopted() -> None:
     with tmpfs_directory() as folder:
         plan = ArenaPlan(geometry, folder / "arena", OFF)
         for _ in range(2):
-            arena = open_arena(plan, lambda *_: None, Nodes(0, 1))
+            arena = open_arena(plan, Nodes(0, 1))
             assert arena.slab_nodes().tolist() == [0, 0, 1, 1, 0, 1]
             arena.write_catalogue(arena.catalogue_head({"complete": True}), [])
             arena.close()

@@ -51,7 +51,7 @@ def test_files_are_whole_pages(page_bytes: int) -> None:
 def test_what_is_counted_is_what_is_made() -> None:
     with tmpfs_directory() as folder:
         wanted = room_of(GEOMETRY, filesystem_kind(folder))
-        arena = open_arena(ArenaPlan(GEOMETRY, folder, OFF), lambda what, done, total: None)
+        arena = open_arena(ArenaPlan(GEOMETRY, folder, OFF))
         try:
             made = sum(path.stat().st_size for path in folder.iterdir())
             assert made == wanted.bytes

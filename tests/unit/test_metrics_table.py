@@ -119,7 +119,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "uptime_s": 3.5,
         "draining": False,
         "doors_shut": 23,
-        "segments": [SegmentNow("t", "2MiB", 2 << 20, 90, 100, 1, 2, 3, 4, 5, 6, 7)],
+        "segments": [SegmentNow("t", "2MiB", 2 << 20, 80, 90, 100, 1, 2, 3, 4, 5, 6, 7)],
         "namespaces": [
             NamespaceNow("abc", 8, 9, "t", "m", quota_bytes=47),
             NamespaceNow("other", 10, 11),

@@ -140,13 +140,23 @@ class Promotions:
             )
             count = max(0, min(count, (quota - request.namespace.used_bytes) // (size * shards)))
         count = self._evictor.make_room(segment, size, count * shards) // shards if count else 0
-        slots = state.pools[segment].take(size, count * shards)
+        slots = self._populated(segment, state.pools[segment].take(size, count * shards), shards)
         if len(slots):
             state.table.state[slots] = State.LOADING
             state.table.owner[slots] = KERNEL
             request.namespace.used_bytes += state.ledger.loading(segment, slots, +1)
             state.actions.append(Mark(slots, State.LOADING, KERNEL))
         return slots.reshape(-1, shards)
+
+    def _populated(self, segment: int, slots: I64, shards: int) -> I64:
+        """Give back slots of blocks whose memory may lack pages: tiers do not ask the kernel."""
+        there = self._state.table.slab_populated
+        if there.all():
+            return slots
+        good = there[self._state.table.slabs_of(slots)].reshape(-1, shards).all(axis=1)
+        good = np.repeat(good, shards)
+        self._state.pools[segment].give(slots[~good])
+        return slots[good]
 
     def _ask(self, promotion: Promotion, requester: Requester) -> None:
         if len(promotion.requesters) >= REQUESTERS_MAX:

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from kvhearth.errors import KVHearthError
 from kvhearth.failpoints import hit
-from kvhearth.model import FLAG_VERIFY, I64, U8, U32, sum_extents
+from kvhearth.model import CHECKSUM_BYTES, FLAG_VERIFY, I64, U8, U32, Records, sum_extents
 from kvhearth_server.core.actions import Sum
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.engine.engine import Engine
@@ -147,9 +148,15 @@ class ChecksumWorkers:
         extents["length"] = lengths = self._lengths(slots)
         if lengths.sum() <= _SUM_HERE_BYTES:
             await asyncio.sleep(0)  # others have their turn between two of these
-            return sum_extents(self._views, extents)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, sum_extents, self._views, extents)
+            return self._sum(extents)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._sum, extents)
+
+    def _sum(self, extents: Records) -> U8:
+        try:
+            self._engine.arena.populator.touch(extents)
+        except KVHearthError:  # committed without having been written
+            return np.zeros((len(extents), CHECKSUM_BYTES), np.uint8)
+        return sum_extents(self._views, extents)
 
     def _lengths(self, slots: I64) -> I64:
         state = self._engine.core.state

@@ -131,8 +131,7 @@ class Engine:
         self.tiers = tuple(tiers)
         """Tiers under memory, cheapest first."""
         self.shell = shell
-        self.counters = counters
-        self.now = now
+        self.counters, self.now = counters, now
         self.started_at = now()
         self.drain_begun = asyncio.Event()
         self.reload: Callable[[], Awaitable[Reloaded]] = _nothing_to_reload
@@ -146,8 +145,7 @@ class Engine:
             slab_nodes=arena.slab_nodes(),
         )
         self.journal = arena.journal(self.core.state.table)
-        self.sessions = Sessions()
-        self.turns = Turns()
+        self.sessions, self.turns = Sessions(), Turns()
         self.timings = CallTimings()
         self.reported = Reported()
         self.ticks = TickClock(self.started_at)
@@ -171,6 +169,7 @@ class Engine:
         """Namespaces as the catalogue has them, and their version."""
         self.catalogue = CatalogueWriter(self._prepare_catalogue)
         take_over(self)
+        self._use_memory()
         if tiers:
             self.tiering = Tiering(
                 self.core, self.tiers, self.lineage, self.call, now, shell.remote_write
@@ -189,6 +188,13 @@ class Engine:
     def notices(self) -> dict[str, str]:
         """Facts that an operator should know though the daemon serves, by their subject."""
         return {}
+
+    def _use_memory(self) -> None:
+        """Let the core know which slabs have memory."""
+        table, populator = self.core.state.table, self.arena.populator
+        table.slab_populated = populator.populated
+        sizes = table.slab_slot_bytes
+        self.core.withhold(slab for slab in populator.without_rows if not sizes[slab])
 
     def share_index(self) -> None:
         """Write the index into memory that clients map, from now on. Logs why if that cannot be."""
@@ -353,13 +359,23 @@ class Engine:
             message_bytes_max=self.shell.message_bytes_max,
             leases_max=self.limits.leases_max,
             segments=(
-                [SegmentInfo(session.segment, size.bytes, size.page_bytes)] if mapped else []
+                [
+                    SegmentInfo(
+                        session.segment, size.bytes, size.page_bytes, self.unpopulated(session)
+                    )
+                ]
+                if mapped
+                else []
             ),
             lineage=self.lineage,
             tables=[] if index is None else [index.shape(session.segment)],
             namespace_number=0 if index is None else joined.namespace.number,
             memory_only=index is not None and not self.tiers,
         )
+
+    def unpopulated(self, session: Session) -> list[int]:
+        """Return the ranges of a session's segment that have no pages yet, as clients are told."""
+        return self.arena.populator.unpopulated(session.segment)
 
     def keys_max(self, contract: Contract) -> int:
         """Return the most blocks that one call may name: the configured limit, or fewer if their

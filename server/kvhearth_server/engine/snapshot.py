@@ -158,13 +158,15 @@ ENGINES_SHOWN_MAX = 64
 class SegmentNow:
     """One tenant's memory.
 
-    ``huge_bytes`` are in huge pages of any kind; ``free_bytes`` are unused;
+    ``populated_bytes`` have pages, ``huge_bytes`` are in huge pages of any kind once all have;
+    ``capacity_bytes`` can be used, less where memory was given up; ``free_bytes`` are unused;
     ``evictable_bytes`` hold blocks without lease or pin; ``unassigned_bytes`` have no slot size.
     """
 
     tenant: str
     page_kind: str
     page_bytes: int
+    populated_bytes: int
     huge_bytes: int
     capacity_bytes: int
     reserved_bytes: int
@@ -396,6 +398,7 @@ def _segments(engine: Engine) -> list[SegmentNow]:
             tenant=shape.tenant,
             page_kind=str(mapped.page_kind),
             page_bytes=mapped.page_bytes,
+            populated_bytes=engine.arena.populator.populated_in(segment),
             huge_bytes=mapped.huge_bytes,
             capacity_bytes=books.capacity,
             reserved_bytes=books.reserved,
@@ -406,7 +409,8 @@ def _segments(engine: Engine) -> list[SegmentNow]:
             unassigned_bytes=pool.unassigned_count * geometry.slab_bytes,
             largest_free_bytes=pool.largest_free_bytes,
         )
-        for shape, books, pool, mapped in zip(
+        for segment, shape, books, pool, mapped in zip(
+            range(len(geometry.segments)),
             geometry.segments,
             state.ledger.segments,
             state.pools,

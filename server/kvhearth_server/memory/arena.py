@@ -9,9 +9,8 @@ import json
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,7 @@ from kvhearth_server.memory.plan import (
     room_of,
     segment_path,
 )
+from kvhearth_server.memory.populator import Populator
 from kvhearth_server.memory.segments import Segment, create_segment, open_memfd, open_segment
 
 _FREE = STATE_WORDS[State.FREE]
@@ -95,7 +95,6 @@ def resize(
     blob: DurableBlob,
     catalogue: dict[str, Any],
     old: Geometry,
-    progress: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], str]:
     """Turn the arena of geometry ``old`` into the plan's.
 
@@ -114,7 +113,7 @@ def resize(
         catalogue = {name: value for name, value in catalogue.items() if name != "mapped_bytes"}
         blob.write(_encoded(catalogue))
     size = max(old.segment_bytes(0), new.segment_bytes(0))
-    segment = open_segment(path, plan.hugepages, size_bytes=size, on_progress=progress)
+    segment = open_segment(path, plan.hugepages, size_bytes=size, populated=False)
     journal = fresh = None
     try:
         journal = open_segment(journal_path(folder))
@@ -126,6 +125,7 @@ def resize(
         hit("resize.evicted")
         for slab, place in zip(moves.kept.tolist(), moves.places.tolist(), strict=True):
             if slab != place:
+                segment.populate(place * old.slab_bytes, old.slab_bytes)
                 _slab(segment, old, place)[:] = _slab(segment, old, slab)
         hit("resize.copied")
         _fill_journal(fresh, words, headers, moves, old, new)
@@ -146,7 +146,7 @@ def _cut_surplus(path: Path, plan: ArenaPlan, catalogue: dict[str, Any], old: Ge
     """Cut off the part of the file that a larger arena left; False while a client maps it."""
     if path.stat().st_size <= old.segment_bytes(0):
         return True
-    segment = open_segment(path, plan.hugepages, size_bytes=old.segment_bytes(0))
+    segment = open_segment(path, plan.hugepages, size_bytes=old.segment_bytes(0), populated=False)
     try:
         if not segment.held_bytes():
             segment.trim()
@@ -313,21 +313,19 @@ class Generations:
             os.close(fd)
 
 
-Progress = Callable[[str, int, int], None]
-"""Callback with (name, done bytes, total bytes) while memory is populated."""
-
-
 @dataclass
 class Arena:
     """An open arena.
 
     ``catalogue`` is the earlier run's, None after a cold start. ``keeper`` holds the segments under
     names that begin with ``kept``; without one they are files, or end with the daemon.
+    ``populator`` takes their memory.
     """
 
     plan: ArenaPlan
     segments: list[Segment]
     generations: Generations
+    populator: Populator
     catalogue: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
     _blob: DurableBlob | None = None
@@ -443,16 +441,18 @@ class Arena:
             os.close(self._lock_fd)
 
 
-def open_arena(plan: ArenaPlan, progress: Progress, topology: Topology | None = None) -> Arena:
+def open_arena(plan: ArenaPlan, topology: Topology | None = None) -> Arena:
     """Make an arena, or adopt the one that an earlier run left in ``plan.folder``.
 
-    Its memory is divided among the NUMA nodes of ``topology``, by default this machine's.
+    Its memory is divided among the NUMA nodes of ``topology``, by default this machine's. The first
+    of it is populated; the rest is left to ``Arena.populator``.
 
     Raises:
         KVHearthError: ``arena_busy``, ``arena_unusable``, ``memory_unavailable``,
             ``hugepages_unavailable``.
     """
     lock_fd = -1
+    topology = topology or KernelTopology()
     with contextlib.ExitStack() as undo:
         if plan.folder is not None and os.path.isdir(plan.folder):
             lock_fd = lock_directory(plan.folder)
@@ -464,15 +464,11 @@ def open_arena(plan: ArenaPlan, progress: Progress, topology: Topology | None = 
             undo.callback(os.close, lock_fd)
         generations = _generations(plan)
         undo.callback(generations.close)
-        memory = _Memory(
-            plan,
-            plan.folder,
-            progress,
-            Placement(topology or KernelTopology(), plan.geometry.slab_bytes),
-        )
+        memory = _Memory(plan, plan.folder, Placement(topology, plan.geometry.slab_bytes))
         if plan.folder is None:
             segments = memory.open(_numbers(plan))
-            arena = Arena(plan, segments, generations, notes=_notes(segments))
+            populator = memory.populator(segments, None)
+            arena = Arena(plan, segments, generations, populator, notes=_notes(segments))
         else:
             arena = _open_folder(plan.folder, lock_fd, found, generations, memory)
         undo.pop_all()
@@ -520,18 +516,17 @@ def _open_folder(
             old = finish_resize(folder, blob, found.catalogue)
             memory.kept = kept = old.get("kept", "")
             if found.step is Step.RESIZE:
-                grown = partial(memory.progress, plan.geometry.segments[0].tenant)
-                old, message = resize(plan, folder, blob, old, found.geometry, grown)
+                old, message = resize(plan, folder, blob, old, found.geometry)
                 notes.append(message)
-            journal = open_segment(journal_path(folder))
+            journal = open_segment(journal_path(folder), populated=False)
             undo.callback(journal.close)
             _free_slots(journal, plan.geometry, found.lost)
             segments = memory.open(found.lost)
+        populator = memory.populator(segments, journal)
         notes += _notes(segments)
         surplus = [(each, set(each.held_bytes())) for each in segments if each.surplus_bytes]
-        arena = Arena(
-            plan, segments, generations, old, notes, blob, journal, keeper, kept, lock_fd, surplus
-        )
+        made = (populator, old, notes, blob, journal, keeper, kept, lock_fd, surplus)
+        arena = Arena(plan, segments, generations, *made)
         arena.trim()
         undo.pop_all()
         return arena
@@ -579,10 +574,13 @@ def _free_slots(journal: Segment, geometry: Geometry, lost: Collection[int]) -> 
     """Free all slots of segments whose memory is missing, before new memory takes its place."""
     words, headers = tables(journal.view, geometry)
     for index in lost:
-        segment = geometry.segments[index]
-        end = segment.first_slab + segment.slabs
-        words[segment.first_slab : end] = 0
-        headers["state"][segment.first_slab * geometry.stride : end * geometry.stride] = 0
+        first = geometry.segments[index].first_slab
+        own = words[first : first + geometry.segments[index].slabs]
+        # Rows of slabs that were never assigned may have no pages.
+        for slab in np.flatnonzero(own).tolist():
+            start = (first + slab) * geometry.stride
+            headers["state"][start : start + geometry.stride] = 0
+        own[:] = 0
     hit("arena.slots_freed")
 
 
@@ -600,13 +598,8 @@ def _cold(
     memory.forget()
     segments = memory.open(_numbers(plan))
     size = room_of(plan.geometry, filesystem_kind(folder)).journal
-    journal = create_segment(
-        size,
-        HugepagePolicy.PREFER,
-        path=journal_path(folder),
-        on_progress=partial(memory.progress, "journal"),
-    )
-    return segments, journal
+    path = journal_path(folder)
+    return segments, create_segment(size, HugepagePolicy.PREFER, path=path, populated=False)
 
 
 def _close_all(descriptors: dict[str, int]) -> None:
@@ -623,10 +616,25 @@ class _Memory:
 
     plan: ArenaPlan
     folder: Path | None
-    progress: Progress
     placement: Placement
     keeper: Keeper | None = None
     kept: str = ""
+
+    def populator(self, segments: list[Segment], journal: Segment | None) -> Populator:
+        """Return what populates the arena, begun.
+
+        Raises:
+            KVHearthError: ``memory_unavailable``.
+        """
+        nodes = np.concatenate([segment.nodes for segment in segments])
+        topology = self.placement.topology
+        made = Populator(self.plan.geometry, segments, journal, nodes, topology)
+        try:
+            made.begin()
+        except OSError as error:
+            message = f"no memory for the journal ({error.strerror}); ask for less"
+            raise KVHearthError(Reason.MEMORY_UNAVAILABLE, message) from error
+        return made
 
     def forget(self) -> None:
         """Release all kept memory."""
@@ -663,7 +671,7 @@ class _Memory:
             self.plan.geometry.segment_bytes(index),
             self.plan.hugepages,
             path=path,
-            on_progress=self._noted(index),
+            populated=False,
             placement=self.placement,
         )
         if self.keeper is not None:
@@ -677,7 +685,7 @@ class _Memory:
                 descriptor,
                 self.plan.hugepages,
                 size_bytes=size,
-                on_progress=self._noted(index),
+                populated=False,
                 placement=self.placement,
             )
         assert self.folder is not None, "memory without a place is never adopted"
@@ -685,12 +693,9 @@ class _Memory:
             segment_path(self.folder, index),
             self.plan.hugepages,
             size_bytes=size,
-            on_progress=self._noted(index),
+            populated=False,
             placement=self.placement,
         )
-
-    def _noted(self, index: int) -> Callable[[int, int], None]:
-        return partial(self.progress, self.plan.geometry.segments[index].tenant)
 
 
 def _notes(segments: list[Segment]) -> list[str]:

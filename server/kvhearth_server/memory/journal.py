@@ -156,6 +156,15 @@ def journal_bytes(geometry: Geometry, page_bytes: int) -> int:
     return -(-size // page_bytes) * page_bytes
 
 
+def rows_of(geometry: Geometry, slab: int) -> slice:
+    """The bytes of a journal that must have pages before the slab is assigned: its slots' headers;
+    those of slab 0 with the words of all slabs.
+    """
+    size = geometry.stride * HEADER_BYTES
+    end = geometry.slab_count * 8 + (slab + 1) * size
+    return slice(end - size if slab else 0, end)
+
+
 def slab_word(slot_bytes: int) -> int:
     """Encoding of a slab's slot size: with its complement above it, 0 for none."""
     return slot_bytes | (~slot_bytes & 0xFFFF_FFFF) << 32 if slot_bytes else 0

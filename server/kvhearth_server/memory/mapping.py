@@ -13,9 +13,10 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -171,12 +172,16 @@ class KernelMemory:
         return filesystem.huge_option in _THP_ON
 
     def limits(self) -> list[MemoryLimit]:
-        """Return all limits of memory that can be taken without swapping or an OOM kill.
+        """Return all limits of memory that can be taken without swapping or an OOM kill."""
+        return [*self.page_limits(), *self.address_space()]
+
+    def page_limits(self) -> list[MemoryLimit]:
+        """Return those that pages count against, whether they are mapped or not yet.
 
         MemAvailable is the host's, even inside a container, whose control groups have their own.
         """
         groups = (each for group in memory_groups(self._root) for each in group.limits())
-        return [*self._machine_limit(), *groups, *self.address_space()]
+        return [*self._machine_limit(), *groups]
 
     def address_space(self) -> list[MemoryLimit]:
         """Return the limit of this process's mappings, if it has one."""
@@ -294,9 +299,6 @@ def _pool_directory(page_bytes: int) -> str:
     return f"sys/kernel/mm/hugepages/hugepages-{page_bytes // 1024}kB"
 
 
-Progress = Callable[[int, int], None]
-"""Callback with (done bytes, total bytes)."""
-
 _libc.mmap.argtypes = [
     *(ctypes.c_void_p, ctypes.c_size_t),
     *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
@@ -391,18 +393,44 @@ _F_OFD_SETLK = 37
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid on 64-bit Linux
 
 
+class PageSource(Protocol):
+    """Source of the pages of one mapped segment.
+
+    Attributes:
+        kind, page_bytes: kind and size of the pages; ``settle`` corrects what was hoped for.
+        huge_bytes: bytes in huge pages of any kind, once it has settled.
+    """
+
+    kind: PageKind
+    page_bytes: int
+    huge_bytes: int
+
+    def fill(self, address: int, size_bytes: int) -> None:
+        """Take the pages of a part, which begins and ends at borders of pages.
+
+        Raises:
+            OSError: there is no memory for a page.
+        """
+
+    def settle(self, populated_bytes: int) -> str:
+        """Look what pages there are, after these bytes have got theirs; return what is wrong, or
+        "".
+        """
+
+    def limits(self, start: int, size_bytes: int) -> list[MemoryLimit]:
+        """Return the limits that the pages which a part lacks count against; none if it has all."""
+
+
 class Segment:
-    """One fully populated region of memory that daemon and clients map.
+    """One region of memory that daemon and clients map.
 
     Attributes:
         bytes: its size.
-        page_bytes: the size of its pages.
-        page_kind: the kind of its pages.
+        source: where its pages come from.
         path: its file, or None for a memfd.
         fd: the daemon's own descriptor. Never pass it to a client: see ``lock_client_byte``.
         view: the bytes, ``u8`` of shape (bytes,), writable.
         address: start of ``view`` in this process.
-        huge_bytes: bytes of it in huge pages of any kind, after it was made or opened.
         nodes: NUMA node of each unit of its placement, ``i64``; empty without one.
         steps_down: for each better kind of page that was unavailable, a sentence with the fix.
     """
@@ -411,23 +439,49 @@ class Segment:
         self,
         fd: int,
         mapping: SharedMapping,
-        page_kind: PageKind,
-        page_bytes: int,
+        source: PageSource,
         *,
         path: Path | None = None,
-        huge_bytes: int = 0,
         steps_down: list[str] | None = None,
     ) -> None:
         self.fd = fd
         self.bytes = mapping.size_bytes
-        self.huge_bytes = huge_bytes
-        self.page_kind = page_kind
-        self.page_bytes = page_bytes
+        self.source = source
         self.path = path
         self.steps_down = steps_down if steps_down is not None else []
         self.address = mapping.address
         self.view: npt.NDArray[np.uint8] = np.asarray(mapping)
         self.nodes: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    @property
+    def page_kind(self) -> PageKind:
+        """The kind of its pages; hoped for, until all have been taken."""
+        return self.source.kind
+
+    @property
+    def page_bytes(self) -> int:
+        """The size of its pages, likewise."""
+        return self.source.page_bytes
+
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes of it in huge pages of any kind, after it was populated."""
+        return self.source.huge_bytes
+
+    def populate(self, start: int, size_bytes: int) -> None:
+        """Take the pages of a part and fault them in; contents do not change.
+
+        Raises:
+            OSError: there is no memory for a page. To touch the part could be a SIGBUS.
+        """
+        page = self.source.page_bytes
+        first, end = start // page * page, min(-(-(start + size_bytes) // page) * page, self.bytes)
+        self.source.fill(self.address + first, end - first)
+
+    def settle(self, populated_bytes: int) -> None:
+        """Look what pages it has got, and note what is wrong; after it was populated."""
+        if note := self.source.settle(populated_bytes):
+            self.steps_down.append(note)
 
     def reopen(self) -> int:
         """Open a new file description of the same memory, read-write; the caller closes it."""

@@ -10,8 +10,6 @@ import ctypes
 import errno
 import os
 import platform
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -168,48 +166,16 @@ class Placement:
             return f"memory is not bound to NUMA nodes ({error.strerror}); first touch decides"
         return ""
 
-    def nodes_of(self, address: int, size_bytes: int) -> I64:
-        """Return the node of each unit of a populated segment: the kernel's, or else the planned
-        one.
+    def nodes_of(self, address: int, size_bytes: int, has_pages: bool) -> I64:
+        """Return the node of each unit of a segment: the kernel's where it has pages, or else the
+        planned one.
         """
         parts, unit = self.parts(size_bytes), self._unit_bytes
         nodes = np.zeros(-(-size_bytes // unit), np.int64)
         for part in parts:
             nodes[part.start // unit : -(-part.end // unit)] = part.node
-        if len(self.topology.nodes) > 1:
+        if has_pages and len(self.topology.nodes) > 1:
             with contextlib.suppress(OSError):
                 for index in range(len(nodes)):
                     nodes[index] = self.topology.node_of(address + index * unit)
         return nodes
-
-    def run(self, size_bytes: int, fill: Callable[[Part], None]) -> None:
-        """Call ``fill`` for all parts of a segment: one after another where there is one, else each
-        on a thread of its node.
-
-        Raises:
-            OSError: of the first part that failed; all have ended then.
-        """
-        parts = self.parts(size_bytes)
-        if len(parts) == 1:
-            fill(parts[0])
-            return
-        failed: list[OSError] = []
-
-        def main(part: Part) -> None:
-            try:
-                with contextlib.suppress(OSError):
-                    self.topology.run_on(part.node)
-                fill(part)
-            except OSError as error:
-                failed.append(error)
-
-        threads = [
-            threading.Thread(target=main, args=(part,), name=f"kvhearth-node{part.node}")
-            for part in parts
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]

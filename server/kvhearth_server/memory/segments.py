@@ -1,8 +1,8 @@
-"""Segments: shared memory that is fully allocated before the first client sees it.
+"""Segments: shared memory of the best pages available.
 
-``create_segment`` takes the best pages available and reports every step down; ``open_segment`` maps
-a file that an earlier daemon left. Both return memory that is reserved and faulted in, so that no
-later touch can end in a SIGBUS or in the OOM killer.
+``create_segment`` reports every step down; ``open_segment`` maps a file that an earlier daemon
+left. Both populate all of it, so that no later touch can end in a SIGBUS or in the OOM killer, or
+leave that to their caller.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import errno
 import fcntl
 import os
 import stat
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
@@ -25,21 +24,19 @@ from kvhearth_server.memory.mapping import (
     BASE_PAGE_BYTES,
     GIB,
     MIB,
-    THP_FIX,
     Filesystem,
     FilesystemKind,
     HugepagePolicy,
     KernelMemory,
     PageKind,
-    Progress,
+    PageSource,
     Segment,
-    advise_huge,
     closed_on_failure,
     filesystem_kind,
     map_segment,
-    populate,
 )
-from kvhearth_server.memory.numa import Part, Placement
+from kvhearth_server.memory.numa import Placement
+from kvhearth_server.memory.pages import HugetlbPages, PlainPages
 from kvhearth_server.ownership import foreign
 
 __all__ = ["Segment", "create_segment", "open_segment"]
@@ -48,14 +45,6 @@ HUGE_BYTES = {PageKind.HUGE_1G: GIB, PageKind.HUGE_2M: 2 * MIB}
 """Sizes of hugetlb pages, best first."""
 _MFD_HUGE_SHIFT = 26
 _MFD_NOEXEC_SEAL = 0x0008
-_STEP_BYTES = 256 * MIB
-"""Bytes that are populated between two reports of progress."""
-_WHY_SMALL = {
-    errno.EINVAL: "the kernel collapses none (Linux 6.1, and a shmem_enabled other than deny)",
-    errno.ENOMEM: "memory is fragmented; run: echo 1 > /proc/sys/vm/compact_memory",
-    errno.EBUSY: "the control group's limit of memory is reached",
-    errno.EAGAIN: "some pages are in use, as those that a process pinned",
-}
 _NO_ROOM = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EDQUOT})
 
 
@@ -64,7 +53,7 @@ def create_segment(
     policy: HugepagePolicy,
     *,
     path: Path | None = None,
-    on_progress: Progress | None = None,
+    populated: bool = True,
     kernel: KernelMemory | None = None,
     placement: Placement | None = None,
 ) -> Segment:
@@ -79,7 +68,7 @@ def create_segment(
             which ``path`` is on).
         policy: ``REQUIRE`` takes hugetlb pages only, ``OFF`` 4 KiB pages only.
         path: a file that does not exist, on hugetlbfs or tmpfs.
-        on_progress: called with (done bytes, total bytes) while the pages are faulted in.
+        populated: take all pages now; else the caller does, by ``Segment.populate``.
         kernel: source of the figures on free memory (tests).
         placement: partition among NUMA nodes; without one the segment is one part.
 
@@ -87,7 +76,7 @@ def create_segment(
         KVHearthError: ``HUGEPAGES_UNAVAILABLE``, ``MEMORY_UNAVAILABLE``, or ``ARENA_UNUSABLE`` (the
             size is wrong, or the place is not suitable for an arena).
     """
-    maker = _Maker(bytes, policy, on_progress, kernel or KernelMemory(), placement)
+    maker = _Maker(bytes, policy, populated, kernel or KernelMemory(), placement)
     return maker.memfd() if path is None else maker.file(path)
 
 
@@ -96,11 +85,11 @@ def open_segment(
     policy: HugepagePolicy = HugepagePolicy.PREFER,
     *,
     size_bytes: int | None = None,
-    on_progress: Progress | None = None,
+    populated: bool = True,
     kernel: KernelMemory | None = None,
     placement: Placement | None = None,
 ) -> Segment:
-    """Map an existing segment file and fault it in; its contents do not change.
+    """Map an existing segment file and populate it; its contents do not change.
 
     ``policy`` refuses and warns as in ``create_segment``. ``page_kind`` is the kind found. If the
     file is longer than ``size_bytes``, its first part is mapped; if it is shorter, it is extended,
@@ -123,7 +112,7 @@ def open_segment(
         if message := foreign(fd):
             raise KVHearthError(Reason.ARENA_UNUSABLE, f"cannot use {path}: {message}; remove it")
         wanted = size_bytes or facts.st_size
-        maker = _Maker(wanted, policy, on_progress, kernel or KernelMemory(), placement)
+        maker = _Maker(wanted, policy, populated, kernel or KernelMemory(), placement)
         with contextlib.ExitStack() as undo:
             if wanted > facts.st_size:
                 undo.callback(os.ftruncate, fd, facts.st_size)
@@ -137,7 +126,7 @@ def open_memfd(
     policy: HugepagePolicy = HugepagePolicy.PREFER,
     *,
     size_bytes: int,
-    on_progress: Progress | None = None,
+    populated: bool = True,
     kernel: KernelMemory | None = None,
     placement: Placement | None = None,
 ) -> Segment:
@@ -148,7 +137,7 @@ def open_memfd(
         KVHearthError: ``ARENA_UNUSABLE`` (another size), ``MEMORY_UNAVAILABLE`` or
             ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be filled).
     """
-    maker = _Maker(size_bytes, policy, on_progress, kernel or KernelMemory(), placement)
+    maker = _Maker(size_bytes, policy, populated, kernel or KernelMemory(), placement)
     with closed_on_failure(fd):
         return maker.adopt_memfd(fd)
 
@@ -211,16 +200,17 @@ class _Maker:
         self,
         size_bytes: int,
         policy: HugepagePolicy,
-        on_progress: Progress | None,
+        populated: bool,
         kernel: KernelMemory,
         placement: Placement | None,
     ) -> None:
         self._bytes = size_bytes
         self._placement = placement
         self._policy = HugepagePolicy(policy)
-        self._on_progress = on_progress
+        self._populated = populated
         self._kernel = kernel
         self._steps: list[str] = []
+        self._adopts = False
 
     def memfd(self) -> Segment:
         self._check_size(BASE_PAGE_BYTES if self._off else 2 * MIB)
@@ -259,13 +249,16 @@ class _Maker:
             return segment
 
     def adopt(self, fd: int, path: Path, filesystem: Filesystem, facts: os.stat_result) -> Segment:
+        self._adopts = True
         self._check_size(filesystem.page_bytes)
-        self._check_place(path, filesystem, max(self._bytes - facts.st_blocks * 512, 0))
+        missing = max(self._bytes - facts.st_blocks * 512, 0) if self._populated else 0
+        self._check_place(path, filesystem, missing)
         if self._bytes > facts.st_size:
             os.ftruncate(fd, self._bytes)
         return self._fill(fd, path, filesystem)
 
     def adopt_memfd(self, fd: int) -> Segment:
+        self._adopts = True
         if os.fstat(fd).st_size != self._bytes:
             raise KVHearthError(
                 Reason.ARENA_UNUSABLE, f"a kept segment has {os.fstat(fd).st_size} bytes"
@@ -285,7 +278,7 @@ class _Maker:
 
     def _fill(self, fd: int, path: Path, filesystem: Filesystem) -> Segment:
         if filesystem.kind is FilesystemKind.TMPFS:
-            return self._plain(fd, path, filesystem)
+            return self._plain(fd, path)
         page_bytes = filesystem.page_bytes
         kind = PageKind.HUGE_1G if page_bytes == GIB else PageKind.HUGE_2M
         try:
@@ -313,110 +306,40 @@ class _Maker:
     def _hugetlb(self, fd: int, kind: PageKind, path: Path | None) -> Segment:
         page_bytes = HUGE_BYTES[kind]
         mapping = map_segment(fd, self._bytes, page_bytes)
-        self._populate(mapping, lambda at, size: populate(at, size, page_bytes))
-        return self._segment(fd, mapping, kind, page_bytes, path, self._bytes)
+        return self._segment(fd, mapping, HugetlbPages(kind, page_bytes, self._bytes), path)
 
-    def _plain(self, fd: int, path: Path | None, place: Filesystem | None = None) -> Segment:
-        """Fill ``fd`` with transparent huge pages where it may have some, else with small pages."""
+    def _plain(self, fd: int, path: Path | None) -> Segment:
+        """Give ``fd`` transparent huge pages where it may have some, else small pages."""
         if path is not None and not self._off:
             self._steps.append(
                 f"no hugetlb pages: {path.parent} is on tmpfs; give a directory on hugetlbfs"
             )
         huge_bytes = BASE_PAGE_BYTES if self._off else self._kernel.thp_bytes()
-        advised = not self._off and self._advised(place)
-        collapse = self._kernel.collapse() if not self._off else None
-
-        def fill(address: int, size: int) -> None:
-            collapsed = collapse is not None and collapse.fill(address, size)
-            if not collapsed and not advised:
-                # Allocating first would take small pages even where huge ones are advised.
-                os.posix_fallocate(fd, address - mapping.address, size)
-            populate(address, size, BASE_PAGE_BYTES)
-
         try:
             if path is None and not is_sealed(fd):
                 os.ftruncate(fd, self._bytes)
                 _seal(fd)
             mapping = map_segment(fd, self._bytes, huge_bytes)
-            if advised:
-                advise_huge(mapping)
-            self._populate(mapping, fill)
-            if advised:  # a kernel that cannot populate for writing has left holes
-                os.posix_fallocate(fd, 0, self._bytes)
+            folder = None if path is None else path.parent
+            source = PlainPages(fd, mapping, self._kernel, huge=not self._off, folder=folder)
+            return self._segment(fd, mapping, source, path)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
             raise self._no_memory(path, error) from error
-        got_bytes = 0 if self._off else self._kernel.pmd_mapped_bytes(mapping.address)
-        if collapse is not None and got_bytes < self._bytes - self._bytes % huge_bytes:
-            self._tell_small(got_bytes, place, collapse.error)
-        kind = PageKind.THP if 2 * got_bytes >= self._bytes else PageKind.BASE
-        page_bytes = huge_bytes if kind is PageKind.THP else BASE_PAGE_BYTES
-        return self._segment(fd, mapping, kind, page_bytes, path, got_bytes)
-
-    def _advised(self, place: Filesystem | None) -> bool:
-        """Whether MADV_HUGEPAGE makes huge pages there, so that nothing is left to collapse."""
-        if place is None:
-            return self._kernel.memfd_thp_allowed()
-        return self._kernel.tmpfs_thp_allowed(place)
-
-    def _populate(self, mapping: SharedMapping, fill: Callable[[int, int], None]) -> None:
-        """Fault in all of a mapping by ``fill(address, bytes)``, with a thread for each node."""
-        lock, done = threading.Lock(), 0
-
-        def fill_part(part: Part) -> None:
-            nonlocal done
-            for start in range(part.start, part.end, _STEP_BYTES):
-                size = min(_STEP_BYTES, part.end - start)
-                fill(mapping.address + start, size)
-                with lock:
-                    done += size
-                    if self._on_progress is not None:
-                        self._on_progress(done, self._bytes)
-
-        if self._placement is None:
-            fill_part(Part(0, self._bytes, 0))
-            return
-        if note := self._placement.prefer(mapping.address, self._bytes):
-            self._steps.append(note)
-        self._placement.run(self._bytes, fill_part)
 
     def _segment(
-        self,
-        fd: int,
-        mapping: SharedMapping,
-        kind: PageKind,
-        page_bytes: int,
-        path: Path | None,
-        huge_bytes: int,
+        self, fd: int, mapping: SharedMapping, source: PageSource, path: Path | None
     ) -> Segment:
-        made = Segment(
-            fd,
-            mapping,
-            kind,
-            page_bytes,
-            path=path,
-            huge_bytes=huge_bytes,
-            steps_down=self._steps,
-        )
+        made = Segment(fd, mapping, source, path=path, steps_down=self._steps)
         if self._placement is not None:
-            made.nodes = self._placement.nodes_of(mapping.address, self._bytes)
+            if note := self._placement.prefer(mapping.address, self._bytes):
+                self._steps.append(note)
+            made.nodes = self._placement.nodes_of(mapping.address, self._bytes, self._adopts)
+        if self._populated:
+            made.populate(0, made.bytes)
+            made.settle(made.bytes)
         return made
-
-    def _tell_small(self, got_bytes: int, place: Filesystem | None, number: int) -> None:
-        """Note why not all of a segment is in huge pages."""
-        why = _WHY_SMALL.get(number, os.strerror(number) if number else "the kernel gave no more")
-        if place is not None and not self._kernel.tmpfs_thp_allowed(place):
-            why += (
-                f"; that tmpfs is mounted with huge={place.huge_option}, run: mount -o "
-                "remount,huge=advise on its mount point"
-            )
-        elif place is None and not self._kernel.memfd_thp_allowed():
-            why += f"; shmem_enabled is '{self._kernel.shmem_thp()}', {THP_FIX}"
-        self._steps.append(
-            f"no transparent huge pages for all: {format_size(got_bytes)} of "
-            f"{format_size(self._bytes)} are in huge pages; {why}"
-        )
 
     def _check_size(self, page_bytes: int) -> None:
         if self._bytes <= 0 or self._bytes % page_bytes:

@@ -221,6 +221,7 @@ class Dispatcher:
             epoch=caller.namespace.epoch,
             group_complete=group.complete,
             draining=self._engine.draining,
+            unpopulated=self._engine.arena.populator.unpopulated(group.segment),
         )
 
     def _lookup(

@@ -218,7 +218,7 @@ class EngineCache:
             in_doubt = committed = False
             try:
                 extents = np.frombuffer(reply.groups[0].extents, EXTENT_DTYPE)
-                checksums = await self._beside(_copy_in, self._views, extents, data)
+                checksums = await self._beside(self._copy_in, extents, data)
                 commit = cache_pb2.GroupCommit(
                     group=kv_group,
                     keys=key,
@@ -310,6 +310,16 @@ class EngineCache:
         reply = self._dispatcher.decide(name, request, self._session)
         return await reply if isawaitable(reply) else reply
 
+    def _copy_in(self, extents: Records, data: Bytes) -> bytes:
+        """Copy a block's bytes into its slots and return the checksums of its shards."""
+        self._engine.arena.populator.touch(extents)
+        rest, sums = np.frombuffer(data, np.uint8), []
+        for part in _parts(self._views, extents):
+            shard, rest = rest[: len(part)], rest[len(part) :]
+            part[:] = shard
+            sums.append(checksum_of(shard.data))
+        return b"".join(sums)
+
     async def _beside(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function on a thread; it releases the interpreter's lock while it works."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
@@ -332,16 +342,6 @@ def _parts(views: Sequence[U8], extents: Records) -> list[U8]:
         strict=True,
     )
     return [views[segment][offset : offset + length] for segment, offset, length in places]
-
-
-def _copy_in(views: Sequence[U8], extents: Records, data: Bytes) -> bytes:
-    """Copy a block's bytes into its slots and return the checksums of its shards."""
-    rest, sums = np.frombuffer(data, np.uint8), []
-    for part in _parts(views, extents):
-        shard, rest = rest[: len(part)], rest[len(part) :]
-        part[:] = shard
-        sums.append(checksum_of(shard.data))
-    return b"".join(sums)
 
 
 def _copy_out(views: Sequence[U8], extents: Records) -> tuple[U8, bool]:

@@ -142,7 +142,7 @@ CACHE: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_capacity_bytes",
-        "Memory of a tenant's segment.",
+        "Memory of a tenant's segment, less what was given up because the machine had no more.",
         "The whole that the other gauges are parts of.",
         of_segments(lambda s: s.capacity_bytes),
         ("tenant",),
@@ -204,8 +204,15 @@ CACHE: tuple[Metric, ...] = (
         ("tenant", "kind"),
     ),
     Metric(
+        "kvhearth_populated_bytes",
+        "Bytes of the segment that have pages; the daemon takes them while it serves.",
+        "Alert: not growing and below the memory that was asked for: the machine has no more.",
+        of_segments(lambda s: s.populated_bytes),
+        ("tenant",),
+    ),
+    Metric(
         "kvhearth_huge_page_bytes",
-        "Bytes of the segment that were in huge pages of any kind when it was opened.",
+        "Bytes of the segment that were in huge pages of any kind once all of it had pages.",
         "Alert: less than the segment's bytes. Copies and the drive are slower on small pages.",
         of_segments(lambda s: s.huge_bytes),
         ("tenant",),

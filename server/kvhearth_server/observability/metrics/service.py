@@ -278,8 +278,8 @@ SERVICE: tuple[Metric, ...] = (
         usual={
             *("accesses", "admin_door", "attach", "attach_connection", "catalogue", "drains"),
             *("files", "garbage", "gateway", "grpc_door", "http_accept", "keeper", "lag", "pins"),
-            *("recovery", "reload", "scrub", "scrub_ssd", "sum", "tiering", "trim", "verify"),
-            *("watch", "watchdog"),
+            *("populate", "recovery", "reload", "scrub", "scrub_ssd", "sum", "tiering", "trim"),
+            *("verify", "watch", "watchdog"),
         },
     ),
     Metric(

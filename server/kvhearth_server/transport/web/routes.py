@@ -475,11 +475,13 @@ def _state_lines(engine: Engine) -> list[str]:
 
 
 def memory_lines(engine: Engine) -> list[str]:
-    """Return each tenant's memory and its page size: small pages are slow, but no failure."""
-    segments = take_snapshot(engine).segments
+    """Return each tenant's memory, its page size and how much of it has pages by now: small pages
+    are slow, but no failure, and so are missing ones.
+    """
     return [
-        f"[i]memory of {each.tenant}: {each.capacity_bytes} bytes on {each.page_kind} pages"
-        for each in segments
+        f"[i]memory of {each.tenant}: {each.capacity_bytes} bytes on {each.page_kind} pages, "
+        f"{each.populated_bytes} populated"
+        for each in take_snapshot(engine).segments
     ]
 
 
