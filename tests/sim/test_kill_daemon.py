@@ -33,7 +33,7 @@ SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "60"))
 TRAFFIC_S = 0.3
 """Longest life of a daemon in a round, after its adopted blocks were checked."""
 WORLD_ROUNDS = 9
-AT_START = ("catalogue", "durable")
+AT_START = ("catalogue", "durable", "populate")
 RARE = ("arena.slots_freed", "commit.between")
 """Points that are reached once a start, and by long stores only."""
 EARLY = "start"

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,6 +65,14 @@ class Served(Daemon):
     def client_url(self) -> str:
         """URL for clients, with deadlines that a run keeps."""
         return self.url(URL_OPTIONS)
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until it is ready, and has all its memory, so that what is measured next has the
+        machine to itself; returns the fields of its line ``ready``.
+        """
+        said = super().ready()
+        self.populated()
+        return said
 
     def book_errors(self) -> list[str]:
         """Return what does not balance in the books."""

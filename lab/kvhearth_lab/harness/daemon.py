@@ -341,11 +341,18 @@ class Daemon:
         Raises:
             KVHearthError: it does not come up; with the end of its log.
         """
+        return self._said("ready")
+
+    def populated(self) -> dict[str, Any]:
+        """Wait until its arena has all the memory that it will have; as ``ready``."""
+        return self._said("arena.populated")
+
+    def _said(self, event: str) -> dict[str, Any]:
         while True:
             waited_s = time.monotonic() - self._launched_s
             for line in self.own_lines():
                 said: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
-                if said.get("event") == "ready":
+                if said.get("event") == event:
                     return {**said, "seconds": waited_s}
             if self.dead or waited_s > READY_S:
                 raise self._not_up()

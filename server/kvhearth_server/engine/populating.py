@@ -21,8 +21,6 @@ async def populate(engine: Engine) -> None:
     daemon runs.
     """
     populator, loop = engine.arena.populator, asyncio.get_running_loop()
-    if populator.populated.all() and not populator.without_rows:
-        return
 
     def tell(change: Callable[[list[int]], None], slabs: list[int]) -> None:
         loop.call_soon_threadsafe(engine.call, change, slabs)
@@ -42,7 +40,7 @@ async def populate(engine: Engine) -> None:
     finally:
         stopped.set()
         pool.shutdown()  # its threads end after the pieces under way
-    for reason in populator.given_up.values():
+    if reason := "; ".join(populator.given_up.values()):
         engine.notices["memory"] = reason
         _log.warning("arena.given_up", reason=reason)
     seconds = round(time.monotonic() - began, 3)

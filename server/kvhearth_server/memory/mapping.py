@@ -480,7 +480,8 @@ class Segment:
 
     def settle(self, populated_bytes: int) -> None:
         """Look what pages it has got, and note what is wrong; after it was populated."""
-        if note := self.source.settle(populated_bytes):
+        note = self.source.settle(populated_bytes)
+        if note and note not in self.steps_down:
             self.steps_down.append(note)
 
     def reopen(self) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.failpoints import hit
 from kvhearth.memory_limits import tightest
 from kvhearth.model import I64, Bools, Records
 from kvhearth_server.config.value_types import format_size
@@ -181,6 +182,7 @@ class Populator:
         return self._segments[index], start
 
     def _populate(self, slab: int) -> None:
+        hit("populate.slab")
         segment, start = self._place(slab)
         size = self._geometry.slab_bytes
         least = tightest(segment.source.limits(start, size))

@@ -142,7 +142,7 @@ FIGURES = (
         "populate_cpu_s_per_gib", "processor time to populate an arena, for each GiB", "<=", 0.3
     ),
     Figure("raw_populate_cpu_s_per_gib", "the same of private memory, right before"),
-    Figure("populate_ready_s", "from the start of that daemon to ready", "<=", 3.0),
+    Figure("populate_ready_s", "from the start of that daemon to ready", "<=", 1.0),
     Figure("memcpy_one_p50_us", "plain copy of one block of 2 MiB"),
     Figure("memcpy_one_cached_p50_us", "the same pair again and again: from the cache"),
     Figure("store_one_p50_us", "copy and commit of one block, slots in hand"),

@@ -77,7 +77,9 @@ def populate_part(result: Result, sizes: Sizes) -> None:
 
 
 def _start(memory_bytes: int) -> tuple[float, float]:
-    """Return the processor time of a daemon until it is ready, and the seconds."""
+    """Return the processor time of a daemon until it has all its memory, and the seconds until it
+    is ready.
+    """
     with served(memory=memory_bytes) as daemon:
         seconds = daemon.ready()["seconds"]
         # Unlike the sum over its threads, this has those that ended.
