@@ -6,16 +6,24 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.arena_fake import FakeArena
 from support.attached import attached
 from support.daemon import until
+from support.memory_places import mounted
 
+from kvhearth.codec import encoding_of
+from kvhearth.copiers import BlockFailure
+from kvhearth.copiers.host import HostCopier
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import EXTENT_DTYPE, U8, Records
+from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Span, Unpopulated
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.session.arena import ArenaMapping
@@ -122,11 +130,74 @@ class Mapped:
         os.close(self.descriptor)
 
 
+def extents(*slots: int) -> Records:
+    found = np.zeros(len(slots), EXTENT_DTYPE)
+    found["slot"], found["length"] = slots, PAGE
+    found["offset"] = found["slot"].astype(np.uint64) * PAGE
+    return found
+
+
 @pytest.fixture
 def empty() -> Iterator[Mapped]:
     mapped = Mapped(os.memfd_create("segment"))
     yield mapped
     mapped.close()
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Mapped]:
+    """A segment whose file system has room for eight of its pages."""
+    with ExitStack() as undo:
+        place = undo.enter_context(mounted("tmpfs", f"size={8 * PAGE}", tmp_path / "full"))
+        mapped = Mapped(os.open(place / "segment", os.O_RDWR | os.O_CREAT))
+        yield mapped
+        mapped.close()
+
+
+def pages_of(count: int = 32) -> tuple[U8, PagedKV]:
+    pages: U8 = np.random.default_rng(7).integers(0, 256, (count, PAGE), np.uint8)
+    return pages, PagedKV([pages])
+
+
+def test_a_store_populates_its_slots_only(empty: Mapped) -> None:
+    pages, kv = pages_of()
+    copier = HostCopier(kv, empty.arena)
+    assert copier.store_now("b", np.array([3]), extents(10)).ok.all()
+    assert empty.pages() == 1
+    assert copier.store_now("b", np.arange(4), extents(20, 21, 22, 40)).ok.all()
+    assert empty.pages() == 5
+    assert np.array_equal(empty.arena.view(0)[20 * PAGE : 23 * PAGE], pages[:3].reshape(-1))
+    empty.arena.heard([])
+    assert empty.arena.unpopulated.bounds is None
+    assert copier.close()
+
+
+def test_a_store_without_memory_fails_its_blocks(full: Mapped) -> None:
+    _, kv = pages_of()
+    copier = HostCopier(kv, full.arena)
+    done = copier.store_now("b", np.arange(12), extents(*range(12)))
+    assert np.count_nonzero(done.ok) == 8
+    assert done.reasons == {BlockFailure.COPY_FAILED: 4}
+    done = copier.store_now("b", np.array([0]), extents(30))
+    assert done.reasons == {BlockFailure.COPY_FAILED: 1}
+    assert copier.close()
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_kernel_without_memory_is_not_touched(encoded: bool) -> None:
+    kv = PagedKV([np.zeros((8, PAGE), np.uint8)])
+    encoding = encoding_of("fp8", "bfloat16", PAGE) if encoded else None
+    slot_bytes = encoding.stored_bytes if encoding else PAGE
+    arena = FakeArena(slot_bytes, 8)
+    span = Span(arena.address(0), arena.segments[0], 1)
+    arena.unpopulated = Unpopulated(Kernel(lacks=range(span.address, span.address + slot_bytes)))
+    arena.unpopulated.report(span, [0, span.size_bytes])
+    copier = HostCopier(kv, arena, encoding=encoding)
+    done = copier.store_now("boot-1", np.array([0, 1]), arena.extents([0, 1]))
+    assert done.ok.tolist() == [False, True]
+    assert not copier.store_now("boot-1", np.array([0]), arena.extents([0])).ok.any()
+    assert (arena.slot(0) == 0xA5).all()
+    assert copier.close()
 
 
 # -- what follows ----------------------------------------------------------------------------------

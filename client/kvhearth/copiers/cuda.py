@@ -191,6 +191,8 @@ class CudaCopier(QueuedCopier):
         started_s = time.perf_counter()
         try:
             batch = Batch(self._kv, self._arena, job.boot_id, job.pages, job.extents)
+            if job.ticket.kind is CopyKind.STORE:
+                batch.populate()
             flight = _Flight(job.ticket, batch, job.mark, started_s)
             flight.portions.extend(
                 self._descriptors.portions(job.ticket.kind, batch, np.flatnonzero(batch.ok))
