@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +29,12 @@ from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Span, Unpopulated
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.session.arena import ArenaMapping
+from kvhearth.wire.frames import DONE, HEADER
 from kvhearth.wire.handshake import SegmentInfo, Welcome
+from kvhearth.wire.remote import Outcome
+from kvhearth_server.gateway.book import Book, Put
+from kvhearth_server.gateway.calls import CallsConnection
+from kvhearth_server.gateway.data import DataConnection, _extents
 
 PAGE = mmap.PAGESIZE
 SLOTS = 64
@@ -200,6 +207,35 @@ def test_a_kernel_without_memory_is_not_touched(encoded: bool) -> None:
     assert copier.close()
 
 
+def received(mapped: Mapped, *slots: int) -> list[int]:
+    """Return the outcomes of a put of a page for each slot at a gateway."""
+    book, counts = Book(), SimpleNamespace(add=lambda *_: None)
+    records = extents(*slots).tobytes()
+    book.reserve(1)
+    book.reserved(1, [records])
+
+    def fill(parts: list[memoryview], end: float) -> None:
+        for part in parts:
+            part[:] = bytes(len(part))
+
+    stream: Any = SimpleNamespace(fill=fill)
+    session: Any = SimpleNamespace(mapping=mapped.arena, book=book)
+    tally: Any = counts
+    connection = DataConnection(stream, session, tally, window_bytes=1 << 20, frame_s=9.0)
+    return connection._store(Put(stream), _extents(bytearray(records)), 0.0)
+
+
+def test_a_gateway_populates_what_it_receives_into(empty: Mapped) -> None:
+    assert received(empty, 1, 2, 9) == [Outcome.OK] * 3
+    assert empty.pages() == 3
+
+
+def test_a_gateway_without_memory_tells_which_slots_lack_it(full: Mapped) -> None:
+    found = received(full, *range(12))
+    assert sorted(found) == [Outcome.OK] * 8 + [Outcome.NO_MEMORY] * 4
+    assert received(full, 40) == [Outcome.NO_MEMORY]
+
+
 # -- what follows ----------------------------------------------------------------------------------
 
 
@@ -257,3 +293,13 @@ def test_heartbeats_tell_the_arena(tmp_path: Path) -> None:
         say(0, 1 << 60)
         until(lambda: client.counters().get("heartbeat_failures", 0) > failures)
         assert client.arena is arena
+
+
+def test_a_gateway_hears_the_heartbeats_that_it_relays(empty: Mapped) -> None:
+    session: Any = SimpleNamespace(_session=SimpleNamespace(mapping=empty.arena))
+    body = pb.HeartbeatResponse(unpopulated=[0, PAGE]).SerializeToString()
+    answer = DONE, memoryview(HEADER.pack(len(body), DONE, 1) + body)
+    assert CallsConnection._heartbeat(session, b"", lambda _: answer) == answer
+    base = empty.arena.address(0)
+    assert empty.arena.unpopulated.bounds is not None
+    assert empty.arena.unpopulated.bounds.tolist() == [base, base + PAGE]
