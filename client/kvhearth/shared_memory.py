@@ -47,6 +47,31 @@ def advise(address: int, size_bytes: int, advice: int) -> int:
     return ctypes.get_errno() if _madvise(address, size_bytes, advice) else 0
 
 
+def populate(
+    address: int,
+    size_bytes: int,
+    page_bytes: int,
+    advise: Callable[[int, int, int], int] = advise,
+) -> int:
+    """Have the kernel populate the pages of a range of a shared mapping; contents do not change.
+
+    Args:
+        address, size_bytes: the range, widened to whole pages.
+        page_bytes: size of the pages.
+        advise: the system call, as ``advise``.
+
+    Returns:
+        The error's number where touching a page would be a SIGBUS; 0 for none, and before
+        Linux 5.14, which cannot tell.
+    """
+    begin = address - address % page_bytes
+    end = address + size_bytes
+    end += -end % page_bytes
+    while (number := advise(begin, end - begin, MADV_POPULATE_WRITE)) == errno.EINTR:
+        pass
+    return 0 if number == errno.EINVAL else number
+
+
 class SharedMapping:
     """One shared mapping of a file, unmapped when the last array made of it is gone: no view
     outlives its memory.

@@ -61,9 +61,9 @@ def test_frames_are_read_as_they_are_written() -> None:
 
 def test_the_numbers_of_outcomes_stay() -> None:
     assert [each.name for each in Outcome] == [
-        *("OK", "STALE_GENERATION", "CHECKSUM_MISMATCH", "FOREIGN_EXTENT", "UNKNOWN")
+        *("OK", "STALE_GENERATION", "CHECKSUM_MISMATCH", "FOREIGN_EXTENT", "UNKNOWN", "NO_MEMORY")
     ]
-    assert [each.value for each in Outcome] == [0, 1, 2, 3, 4]
+    assert [each.value for each in Outcome] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

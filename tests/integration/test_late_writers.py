@@ -387,7 +387,7 @@ class Watched:
         self.believe = believe
         self.boot_id, self.segments = arena.boot_id, arena.segments
         self.view, self.address = arena.view, arena.address
-        self.generations = arena.generations
+        self.generations, self.unpopulated = arena.generations, arena.unpopulated
 
     def alive(self) -> bool:
         """The answer from before the change; with ``believe`` always True: the rule is off."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED, Records
+from kvhearth.prefault import Unpopulated
 
 GUARD_BYTE = 0xA5
 """Initial value of every byte of the arena."""
@@ -46,6 +47,7 @@ class FakeArena:
         self.on_look: Callable[[], None] = lambda: None
         self.questions = 0
         self._alive = True
+        self.unpopulated = Unpopulated()
         segment_bytes = slot_bytes * slot_count
         if hugepages:
             segment_bytes = -(-segment_bytes // (2 << 20)) * (2 << 20)

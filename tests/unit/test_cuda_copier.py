@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from support.arena_fake import FakeArena, summed
+from support.arena_fake import GUARD_BYTE, FakeArena, summed
 from support.cuda_fake import FakeCuda, FakeDevice
 from support.daemon import until
 
-from kvhearth.copiers import CopyKind, Done, Ticket
+from kvhearth.copiers import BlockFailure, CopyKind, Done, Ticket
 from kvhearth.copiers.batch import Batch
 from kvhearth.copiers.cuda import CudaCopier
 from kvhearth.copiers.device import numa_node
@@ -21,6 +22,7 @@ from kvhearth.copiers.methods import AUTO, FRAGMENT_BYTES, METHOD_ENV, CopyMetho
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY, Records
 from kvhearth.page_layout import PagedKV
+from kvhearth.prefault import Span, Unpopulated
 
 torch: Any = pytest.importorskip("torch")
 
@@ -452,15 +454,34 @@ class TestMethods:
         assert sum(count for _, count, _ in bench.cuda.submitted) == 4
         assert bench.cuda.brief_copies == 3
 
-    def test_an_arena_that_is_registered_in_part_is_looped(
+    def test_portions_beside_unregistered_pieces_are_not_looped(
         self, make_bench: Callable[..., Bench]
     ) -> None:
         bench = make_bench(CopyMethod.BATCH, piece_bytes=PAGE_BYTES)
         bench.cuda.registered.clear()
         bench.cuda.pin(bench.arena, PAGE_BYTES)
         del bench.cuda.registered[bench.arena.address(0) + 5 * PAGE_BYTES]
-        assert bench.outcome(bench.store([0, 1], [4, 5])).ok.all()
-        assert {method for method, _, _ in bench.cuda.submitted} == {"loop"}
+        assert bench.outcome(bench.store([0, 1, 2, 3], [2, 3, 4, 5])).ok.all()
+        assert [method for method, _, _ in bench.cuda.submitted[:1]] == ["batch"]
+        assert {method for method, _, _ in bench.cuda.submitted[1:]} == {"loop"}
+        bench.cuda.submitted.clear()
+        loaded = bench.arena.extents([5, 4, 3, 2])
+        assert bench.outcome(bench.load(loaded, [8, 9, 10, 11])).ok.all()
+        assert {method for method, _, _ in bench.cuda.submitted} == {"batch", "loop"}
+        assert bench.cuda.misuse == []
+
+    def test_a_slot_without_memory_is_not_written(self, bench: Bench) -> None:
+        missing = bench.arena.address(0) + PAGE_BYTES
+        span = Span(bench.arena.address(0), bench.arena.segments[0], 1)
+        unpopulated = bench.copier._arena.unpopulated = Unpopulated(
+            lambda begin, size, _: errno.EFAULT if begin <= missing < begin + size else 0
+        )
+        unpopulated.report(span, [0, span.size_bytes])
+        done = bench.outcome(bench.store([0, 1, 2], [0, 1, 2]))
+        assert done.ok.tolist() == [True, False, True]
+        assert done.reasons == {BlockFailure.COPY_FAILED: 1}
+        assert bench.slot(1) == bytes([GUARD_BYTE]) * PAGE_BYTES
+        assert bench.slot(2) == bench.page(2)
 
     def test_a_method_that_is_missing(
         self, make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture

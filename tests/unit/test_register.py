@@ -31,6 +31,7 @@ from kvhearth.copiers.device import (
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import Records
 from kvhearth.page_layout import PagedKV
+from kvhearth.prefault import Span
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, default_copier
 
 DEADLINE_S = 10.0
@@ -77,6 +78,36 @@ def test_pieces_cover_every_segment_once(cuda: FakeCuda) -> None:
     assert not registration.ready
     assert registration.close(DEADLINE_S)
     assert left_since(others) == []
+
+
+def test_pieces_are_registered_once_they_are_populated(cuda: FakeCuda) -> None:
+    arena, others = _arena(), own_threads()
+    base, span = arena.address(0), Span(arena.address(0), 5 << 20, 4096)
+    arena.unpopulated.report(span, [0, 4096, (4 << 20) - 1, 5 << 20])
+    registration = _begun(cuda, arena)
+    until(lambda: len(cuda.registered) == 3)
+    assert base not in cuda.registered
+    arena.unpopulated.report(span, [(4 << 20) - 1, 4 << 20])
+    until(lambda: len(cuda.registered) == 5)
+    assert base + (2 << 20) not in cuda.registered
+    assert not registration.wait(0)
+    assert (registration.ready, registration.error) == (False, "")
+    arena.unpopulated.report(span, [])
+    assert registration.wait(DEADLINE_S)
+    assert len(cuda.calls) == 6
+    assert registration.close(DEADLINE_S)
+    assert cuda.registered == {}
+    assert left_since(others) == []
+
+
+def test_a_piece_without_memory_is_never_registered(cuda: FakeCuda) -> None:
+    arena = _arena()
+    arena.unpopulated.report(Span(arena.address(1), 5 << 20, 4096), [0, 4096])
+    registration = _begun(cuda, arena)
+    until(lambda: len(cuda.registered) == 5)
+    assert registration.close(DEADLINE_S)
+    assert len(cuda.calls) == 5
+    assert cuda.registered == {}
 
 
 def test_nothing_breaks_a_capture_under_way(cuda: FakeCuda) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U8, U32, Bools, Records
+from kvhearth.prefault import Unpopulated
 
 VERIFY_FRACTION = 1 / 64
 """Default fraction of loaded blocks whose checksum is compared, for copiers that only sample."""
@@ -38,7 +39,7 @@ class BlockFailure(enum.StrEnum):
     ``CHECKSUM_MISMATCH``: the slot's bytes differ from the stored ones; worth reporting with
     ``client.release(lease, bad=...)``. ``BAD_EXTENT``, ``BAD_PAGE``: outside the arena or the
     registered pages, or not of this ``PagedKV``'s length; nothing was touched. ``COPY_FAILED``: the
-    machine refused; the log has the details.
+    machine refused, or has no memory for the slot; the log has the details.
     """
 
     STALE_BOOT = "stale_boot"
@@ -67,6 +68,10 @@ class ArenaView(Protocol):
     @property
     def generations(self) -> U32:
         """Live generation of each slot, shape (slots,), read only; written by the daemon."""
+
+    @property
+    def unpopulated(self) -> Unpopulated:
+        """Ranges of the segments that may have no pages: a store has them populated first."""
 
     def view(self, segment: int) -> U8:
         """Return all bytes of a segment, shape (bytes,), writable, C-contiguous."""

@@ -105,8 +105,17 @@ class HeldArena:
         self.boot_id = arena.boot_id
         self.segments = dict(arena.segments)
         self.views = {segment: arena.view(segment) for segment in self.segments}
+        self.bases = {segment: arena.address(segment) for segment in self.segments}
         self.generations = arena.generations
+        self.unpopulated = arena.unpopulated
         self.alive = arena.alive
+
+    def addresses(self, extents: Records) -> I64:
+        """Return the addresses of extents that lie in the arena, shape (n,)."""
+        found: I64 = extents["offset"].astype(np.int64)
+        for segment, base in self.bases.items():
+            found[extents["segment"] == segment] += base
+        return found
 
 
 def as_arrays(pages: I64, extents: Records) -> tuple[I64, Records]:
@@ -205,6 +214,16 @@ class Batch:
             failed = np.zeros(len(self), np.bool_)
             failed[at[moved]] = True
             self.fail(failed, BlockFailure.STALE_GENERATION)
+
+    def populate(self) -> None:
+        """Have the kernel populate the slots of a store; fail the blocks without memory."""
+        if self._arena.unpopulated.bounds is None:
+            return
+        at = np.flatnonzero(self.ok)
+        addresses = self._arena.addresses(self.extents[at])
+        failed = np.zeros(len(self), np.bool_)
+        failed[at] = self._arena.unpopulated.populate(addresses, self._page_bytes)
+        self.fail(failed, BlockFailure.COPY_FAILED)
 
     def live(self, positions: I64) -> tuple[U32, I64, U32]:
         """Return the live generations of all slots, the slots at ``positions``, and what their
@@ -348,6 +367,13 @@ class SingleBlock:
             self.failure = BlockFailure.BAD_PAGE
         elif arena.generations.item(slot) != generation:
             self.failure = BlockFailure.STALE_GENERATION
+
+    def populate(self) -> None:
+        """Have the kernel populate the slot of a store; see ``Batch.populate``."""
+        if self.failure is None:
+            address = np.array([self._arena.bases[self.segment] + self.offset])
+            if self._arena.unpopulated.populate(address, self._page_bytes).any():
+                self.failure = BlockFailure.COPY_FAILED
 
     def expected(self, *, chosen: bool) -> bytes | None:
         """Return the checksum to compare if the block is chosen or due; see ``Batch.expected``."""

@@ -5,8 +5,8 @@ The caller's thread only records an event. The copier's thread builds all descri
 portion with the method that suits their fragments (``methods``), so that few bytes are under way
 in each direction. It notices their end, verifies loads and judges the batch.
 
-Copies also work before the arena is registered with CUDA (``device.ArenaRegistration``), one call a
-copy; they block the copier's thread then.
+Copies also work before their part of the arena is registered with CUDA
+(``device.ArenaRegistration``), one call a copy; they block the copier's thread then.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ submission's age within these bounds, since each poll takes the interpreter's lo
 REFILL_S = 0.00025
 """Pause between polls while portions wait: the other half of the window lasts longer."""
 REGISTERED_LOOK_S = 0.05
-"""Pause between two looks whether the arena is registered."""
+"""Pause between two looks whether a piece of the arena is registered."""
 _IDLE_S = 10.0
 
 
@@ -191,6 +191,8 @@ class CudaCopier(QueuedCopier):
         started_s = time.perf_counter()
         try:
             batch = Batch(self._kv, self._arena, job.boot_id, job.pages, job.extents)
+            if job.ticket.kind is CopyKind.STORE:
+                batch.populate()
             flight = _Flight(job.ticket, batch, job.mark, started_s)
             flight.portions.extend(
                 self._descriptors.portions(job.ticket.kind, batch, np.flatnonzero(batch.ok))
@@ -263,7 +265,7 @@ class CudaCopier(QueuedCopier):
             if not flight.ordered:
                 self._device.wait(kind, flight.mark)
                 flight.ordered = True
-            registered = self._registered.whole()
+            registered = self._registered.holds(kind, portion)
             method = self._method(kind, portion) if registered else CopyMethod.LOOP
             if portion.recoding is not None and kind is CopyKind.STORE:
                 self._device.recode(kind, portion.recoding)
@@ -365,32 +367,42 @@ class CudaCopier(QueuedCopier):
 
 
 class _Registered:
-    """Whether the whole arena is registered with CUDA, however that came about.
+    """The pieces of the arena that are registered with CUDA, however that came about.
 
     Registered pieces stay so until the copiers are closed: each is looked at until it is.
     """
 
     def __init__(self, device: CopyDevice, arena: HeldArena, piece_bytes: int) -> None:
         self._device = device
-        self._missing = [
-            int(view.ctypes.data) + offset
-            for view in arena.views.values()
+        pieces = [
+            arena.bases[segment] + offset
+            for segment, view in arena.views.items()
             for offset in range(0, view.nbytes, piece_bytes)
         ]
-        self._next_look_s = 0.0
+        self._pieces = np.array(sorted(pieces), np.int64)
+        # The others, with the time of the next look at each.
+        self._missing = dict.fromkeys(pieces, 0.0)
 
-    def whole(self) -> bool:
-        """Return whether all pieces are; called inside ``entered``."""
+    def holds(self, kind: CopyKind, portion: Portion) -> bool:
+        """Return whether all copies of a portion are in such pieces; called inside ``entered``."""
         if not self._missing:
             return True
-        now = time.monotonic()
-        if now < self._next_look_s:
-            return False
-        self._next_look_s = now + REGISTERED_LOOK_S
-        is_registered = self._device.runtime.is_registered
-        while self._missing and is_registered(self._missing[-1]):
-            self._missing.pop()
-        return not self._missing
+        copies, now = portion.copies, time.monotonic()
+        # No copy crosses from one piece into another.
+        ours = copies.targets if kind is CopyKind.STORE else copies.sources
+        at = np.unique(np.searchsorted(self._pieces, ours, "right")) - 1
+        for piece in self._pieces[at].tolist():
+            look_s = self._missing.get(piece)
+            if look_s is None:
+                continue
+            # A look may wait for the driver: one that finds nothing is the last one.
+            if now < look_s:
+                return False
+            if not self._device.runtime.is_registered(piece):
+                self._missing[piece] = now + REGISTERED_LOOK_S
+                return False
+            del self._missing[piece]
+        return True
 
 
 def _has_ended(flight: _Flight) -> bool:

@@ -2,7 +2,8 @@
 
 Only registered (page-locked) memory is copied asynchronously and at the bus's speed. Registering
 takes seconds per 100 GiB, so it begins when the arena is mapped, in pieces and in the background,
-and overlaps the engine's start. Until then copies work, but block the copier's thread.
+and overlaps the engine's start. It follows the daemon, which populates the arena. Until then copies
+work, but block the copier's thread.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
+
+import numpy as np
 
 from kvhearth.copiers.base import ArenaView, CopyKind
 from kvhearth.copiers.cudart import NOT_READY, CudaRuntime, beside_captures, checked, table_of
@@ -266,6 +269,9 @@ _JOIN_S = 0.5
 class ArenaRegistration:
     """Registers all segments of an arena, from its construction on.
 
+    A piece is registered once the daemon has populated all of it, since registering takes memory
+    for pages that are not there. One without memory never is: copies there stay slow.
+
     All CUDA calls are made on one dedicated thread, without a lock. Registered pieces stay
     registered until ``close``, also after a failure: copies may be under way in them. The object
     holds the arena's memory until ``close`` has returned True; close it after the copiers that use
@@ -304,6 +310,8 @@ class ArenaRegistration:
         # Views are held too: the memory must not be unmapped while it is registered with CUDA.
         self._views = [arena.view(segment) for segment in sorted(arena.segments)]
         self._pieces = list(_pieces(self._views, piece_bytes))
+        self._piece_count = len(self._pieces)
+        self._unpopulated = arena.unpopulated
         self._registered: list[int] = []
         self._ready = not self._pieces
         self._error = ""
@@ -312,11 +320,12 @@ class ArenaRegistration:
         self._began_at = time.monotonic()
         self._worker = SupervisedThread("kvhearth-register", self._step, self._recover)
         self._changed = self._worker.changed
+        self._unpopulated.follow(self._look)
         self._worker.start()
 
     @property
     def ready(self) -> bool:
-        """Whether the whole arena is registered."""
+        """Whether the whole arena is registered; never with a piece without memory."""
         return self._ready
 
     @property
@@ -356,20 +365,29 @@ class ArenaRegistration:
         # The thread has nothing left to do, so this takes a moment.
         return self._worker.stop(_JOIN_S)
 
+    def _look(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def _step(self) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing or self._worker.stopping or self._has_more(), _IDLE_S
+                lambda: self._closing or self._worker.stopping or self._next() is not None, _IDLE_S
             )
-            closing, more = self._closing, self._has_more()
+            closing, piece = self._closing, self._next()
         if closing:
             self._unregister()
             self._end()
-        elif more and not self._worker.stopping:
-            self._register(*self._pieces[len(self._registered)])
+        elif piece is not None and not self._worker.stopping:
+            self._register(*piece)
 
-    def _has_more(self) -> bool:
-        return not self._error and len(self._registered) < len(self._pieces)
+    def _next(self) -> tuple[int, int] | None:
+        """Return the first piece that is populated and not registered."""
+        if self._error or not self._pieces:
+            return None
+        addresses, sizes = np.array(self._pieces, np.int64).T
+        found = np.flatnonzero(~self._unpopulated.touched_by(addresses, sizes))
+        return self._pieces[found[0]] if len(found) else None
 
     def _register(self, address: int, size_bytes: int) -> None:
         number = len(self._registered) + 1
@@ -378,10 +396,11 @@ class ArenaRegistration:
                 code = self._runtime.host_register(address, size_bytes)
                 checked(self._runtime, f"cudaHostRegister of {size_bytes} bytes", code)
         except (OSError, RuntimeError) as error:
-            self._fail(f"piece {number} of {len(self._pieces)} at {address:#x}: {error}")
+            self._fail(f"piece {number} of {self._piece_count} at {address:#x}: {error}")
             return
         self._registered.append(address)
-        if number == len(self._pieces):
+        self._pieces.remove((address, size_bytes))
+        if not self._pieces:
             with self._changed:
                 self._ready = not self._closing
                 self._changed.notify_all()

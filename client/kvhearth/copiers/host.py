@@ -40,7 +40,7 @@ from kvhearth.copiers.batch import (
 )
 from kvhearth.counters import log_event
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records, checksum_of
-from kvhearth.native.blocks import BlockMover, address_of, block_mover
+from kvhearth.native.blocks import BlockMover, block_mover
 from kvhearth.page_layout import PagedKV
 from kvhearth.worker_thread import SupervisedThread
 
@@ -229,6 +229,7 @@ class HostCopier:
         batch = Batch(self._kv, self._arena, job.boot_id, job.pages, job.extents)
         checksums = None
         if job.ticket.kind is CopyKind.STORE:
+            batch.populate()
             checksums = self._mover.store(batch)
             faults.hit("copier.store_done")
         else:
@@ -242,6 +243,8 @@ class HostCopier:
         block = SingleBlock(self._kv, self._arena, boot_id, page, record)
         checksum = None
         if ticket.kind is CopyKind.STORE:
+            if self._arena.unpopulated.bounds is not None:
+                block.populate()
             checksum = self._mover.store_one(block)
             faults.hit("copier.store_done")
         else:
@@ -284,7 +287,6 @@ class _NativeKernel:
         self._arena = arena
         self._sums = sums
         self._verify = verify
-        self._bases = {segment: address_of(view) for segment, view in arena.views.items()}
 
     def store(self, batch: Batch) -> U8 | None:
         """See ``_Kernel.store``."""
@@ -314,7 +316,7 @@ class _NativeKernel:
         checksum = bytes(CHECKSUM_BYTES) if self._sums else None
         if block.failure is None:
             faults.hit("copier.store_copying")
-            slot = self._bases[block.segment] + block.offset
+            slot = self._arena.bases[block.segment] + block.offset
             checksum = self._mover.move_one(block.page, slot, to_slot=True, sums=self._sums)
             faults.hit("copier.store_block")
         return checksum
@@ -324,7 +326,7 @@ class _NativeKernel:
         expected = block.expected(chosen=self._verify)
         if block.failure is not None:
             return
-        slot = self._bases[block.segment] + block.offset
+        slot = self._arena.bases[block.segment] + block.offset
         if expected != self._mover.move_one(
             block.page, slot, to_slot=False, sums=expected is not None
         ):
@@ -340,12 +342,12 @@ class _NativeKernel:
 
     def _move(self, batch: Batch, positions: I64, *, to_slots: bool, sums: bool) -> U8 | None:
         """Move blocks whose slots are still in use; each is checked right before its copy."""
-        extents = batch.extents[positions]
-        slots = extents["offset"].astype(np.int64)
-        for segment, base in self._bases.items():
-            slots[extents["segment"] == segment] += base
         moved, digests = self._mover.move(
-            batch.pages[positions], slots, to_slots=to_slots, sums=sums, live=batch.live(positions)
+            batch.pages[positions],
+            self._arena.addresses(batch.extents[positions]),
+            to_slots=to_slots,
+            sums=sums,
+            live=batch.live(positions),
         )
         if not moved.all():
             failed = np.zeros(len(batch), np.bool_)

@@ -11,9 +11,9 @@ import numpy as np
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8, U32
 from kvhearth.native.table import Table
-from kvhearth.prefault import Populate, Span
+from kvhearth.prefault import Populate, Span, Unpopulated
 from kvhearth.shared_memory import MADV_DONTFORK, SharedMapping
-from kvhearth.wire.handshake import Welcome
+from kvhearth.wire.handshake import Welcome, ranges_in
 
 _ALIGN_BYTES_MAX = 1 << 30
 
@@ -41,7 +41,8 @@ def _region(descriptor: int, size_bytes: int, page_bytes: int, *, writable: bool
 class ArenaMapping:
     """All segments of one boot of the daemon, and the generations of its slots.
 
-    The page tables are filled in the background from its construction on, if they are to be.
+    The page tables are filled in the background from its construction on, if they are to be, as far
+    as the daemon has populated the segments.
 
     Args:
         welcome: names the segments in the order of ``descriptors``.
@@ -49,6 +50,10 @@ class ArenaMapping:
             afterwards.
         alive: returns whether the daemon of this boot still lives.
         populate: fill the page tables; else each page costs a fault at its first touch.
+
+    Attributes:
+        segments: bytes of each segment, by segment number.
+        unpopulated: ranges that the daemon has not populated.
 
     Raises:
         KVHearthError: ``memory_unavailable`` if the kernel refuses, ``bad_message`` if a descriptor
@@ -76,12 +81,19 @@ class ArenaMapping:
             generations_descriptor, welcome.generation_count * 4, mmap.PAGESIZE, writable=False
         )
         self._generations: U32 | None = raw.view(np.uint32)
-        spans = [
+        self._spans = [
             Span(int(self._views[info.segment].ctypes.data), info.bytes, info.page_bytes)
             for info in welcome.segments
         ]
-        spans.append(Span(int(raw.ctypes.data), raw.nbytes, mmap.PAGESIZE, writable=False))
-        self._populate = Populate(spans if populate else [], [*self._views.values(), raw])
+        self.unpopulated = Unpopulated()
+        for span, info in zip(self._spans, welcome.segments, strict=True):
+            self.unpopulated.report(span, info.unpopulated)
+        live = Span(int(raw.ctypes.data), raw.nbytes, mmap.PAGESIZE, writable=False)
+        self._populate = Populate(
+            [*self._spans, live] if populate else [],
+            [*self._views.values(), raw],
+            unpopulated=self.unpopulated,
+        )
 
     @property
     def generations(self) -> U32:
@@ -107,6 +119,18 @@ class ArenaMapping:
     def address(self, segment: int) -> int:
         """Return the segment's address in this process. Raises like ``view``."""
         return int(self.view(segment).ctypes.data)
+
+    def heard(self, unpopulated: Sequence[int]) -> None:
+        """Take the ranges of a heartbeat's reply, which are the session's segment's.
+
+        Raises:
+            KVHearthError: ``bad_message`` if they are no ranges of it.
+        """
+        span = self._spans[0] if self._spans else None
+        if not ranges_in(unpopulated, span.size_bytes if span else 0):
+            raise KVHearthError(Reason.BAD_MESSAGE, "heartbeat: 'unpopulated' is no ranges")
+        if span is not None:
+            self.unpopulated.report(span, list(unpopulated))
 
     def alive(self) -> bool:
         """Return whether the daemon of this boot lives; if not, generations mean nothing."""

@@ -13,6 +13,7 @@ from typing import Any
 from kvhearth.counters import Counters, Report, Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
+from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import EPOCH_UNKNOWN, Link, WeightsEpoch, open_link
 from kvhearth.session.outbox import Courier, QueuedRequest
 from kvhearth.transports.base import BUMP_EPOCH, HEARTBEAT
@@ -154,7 +155,8 @@ class SessionManager:
         """Send one heartbeat.
 
         Raises:
-            KVHearthError: as the call; a session that ended is lost by then.
+            KVHearthError: as the call, a session that ended is lost by then; ``bad_message`` for
+                ranges that the arena does not have.
         """
         report = self._report.rise(link.boot_id, self._counters.snapshot())
         reply = self._call(link, HEARTBEAT, pb.HeartbeatRequest(counters=report))
@@ -163,6 +165,8 @@ class SessionManager:
             self.epochs.heard(link.boot_id, reply.epoch)
             self._group_complete = reply.group_complete
             self._state.notify_all()
+        if isinstance(link.mapping, ArenaMapping):
+            link.mapping.heard(reply.unpopulated)
 
     def _tell_label(self, link: Link, epoch: int) -> None:
         """Name this engine's weights to a daemon that lost their name in a cold start: it would

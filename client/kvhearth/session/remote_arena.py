@@ -11,6 +11,7 @@ import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8, U32
+from kvhearth.prefault import Unpopulated
 from kvhearth.transports.data import DataLines
 from kvhearth.wire.handshake import Welcome
 
@@ -46,6 +47,7 @@ class Staging:
         self.boot_id = boot_id
         self.segments = {0: size_bytes}
         self.generations: U32 = np.zeros(1, np.uint32)
+        self.unpopulated = Unpopulated()
         self.alive = alive
         self._freed = freed
         self._lock = threading.Lock()

@@ -67,7 +67,8 @@ class Outcome(enum.IntEnum):
     ``STORED`` has one for each extent; ``BYTES`` too, and the payload has those that are ``OK``;
     ``COPIED`` has one for each extent after its bytes were sent: only one that is ``OK`` in both
     was the block's while it was read. ``KNOWN`` has one for each number: ``OK`` for a put that
-    ended, whose ``STORED`` was sent again just before, else ``UNKNOWN``.
+    ended, whose ``STORED`` was sent again just before, else ``UNKNOWN``. ``NO_MEMORY``: the
+    gateway's machine has none for the slot.
     """
 
     OK = 0
@@ -75,6 +76,7 @@ class Outcome(enum.IntEnum):
     CHECKSUM_MISMATCH = 2
     FOREIGN_EXTENT = 3
     UNKNOWN = 4
+    NO_MEMORY = 5
 
 
 RECORD_BYTES: Mapping[DataKind, int] = MappingProxyType(

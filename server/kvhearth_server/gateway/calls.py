@@ -185,6 +185,7 @@ class CallsConnection:
         self._posted: pb.LookupRequest | None = None
         self._upstream = Upstream(calls_path, welcome.token, welcome.message_bytes_max)
         self._handlers: Mapping[str, Callable[[bytes, _Relay], tuple[int, memoryview]]] = {
+            "Heartbeat": self._heartbeat,
             "Lookup": self._lookup,
             "Reserve": self._reserve,
             "Commit": self._commit,
@@ -242,6 +243,13 @@ class CallsConnection:
         self._tally.add("gateway_refusals", 1, str(error.reason))
         status = frames.encode_status(error)
         return frames.HEADER.pack(len(status), frames.REFUSED, number) + status
+
+    def _heartbeat(self, body: bytes, relay: _Relay) -> tuple[int, memoryview]:
+        kind, answer = relay(body)
+        mapping = self._session.mapping
+        if kind == frames.DONE and mapping is not None:
+            mapping.heard(pb.HeartbeatResponse.FromString(_body(answer)).unpopulated)
+        return kind, answer
 
     # -- calls by which the book is kept -----------------------------------------------------------
 

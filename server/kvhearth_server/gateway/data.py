@@ -144,6 +144,8 @@ class DataConnection:
         outcomes: list[int] = list(book.begin_put(put, [(one.slot, one.place) for one in extents]))
         try:
             self._mark_stale(extents, outcomes)
+            if self._mapping.unpopulated.bounds is not None:
+                self._populate(extents, outcomes)
             for first, last in _batches(extents, outcomes):
                 batch = extents[first:last]
                 if outcomes[first] != Outcome.OK:
@@ -165,6 +167,16 @@ class DataConnection:
         for at, each in enumerate(extents):
             if outcomes[at] == Outcome.OK and not self._live(each):
                 outcomes[at] = Outcome.STALE_GENERATION
+
+    def _populate(self, extents: list[_Extent], outcomes: list[int]) -> None:
+        """Have the kernel populate the slots; note the extents for which there is no memory."""
+        at = [index for index, outcome in enumerate(outcomes) if outcome == Outcome.OK]
+        places = [extents[index].place for index in at]
+        addresses = [self._mapping.address(segment) + offset for segment, offset, _, _ in places]
+        sizes = np.array([length for _, _, length, _ in places], np.int64)
+        failed = self._mapping.unpopulated.populate(np.array(addresses, np.int64), sizes)
+        for index in np.array(at)[failed].tolist():
+            outcomes[index] = Outcome.NO_MEMORY
 
     def _wrong(self, batch: Sequence[_Extent]) -> list[int]:
         """Return which extents' bytes are not those of their checksums."""

@@ -13,6 +13,7 @@ import numpy as np
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.memory_limits import memory_groups
 from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Records, checksum_of
+from kvhearth.prefault import Unpopulated
 
 HUGEPAGE_BYTES = 2 << 20
 PAGE_KINDS = ("4k", "thp", "hugetlb")
@@ -41,6 +42,7 @@ class BareArena:
         self.boot_id = BOOT_ID
         self.size_bytes = -(-size_bytes // HUGEPAGE_BYTES) * HUGEPAGE_BYTES
         self.segments: Mapping[int, int] = {_SEGMENT: self.size_bytes}
+        self.unpopulated = Unpopulated()
         self._living = True
         self._map = _mapped(self.size_bytes, pages)
         self._bytes: U8 = np.frombuffer(self._map, np.uint8)
