@@ -21,12 +21,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvhearth import shared_memory
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.memory_limits import MemoryLimit, address_space, memory_groups
 from kvhearth.shared_memory import (
     MADV_DONTDUMP,
     MADV_HUGEPAGE,
-    MADV_POPULATE_WRITE,
     Collapse,
     SharedMapping,
     advise,
@@ -366,25 +366,13 @@ def advise_huge(mapping: SharedMapping) -> None:
 
 
 def populate(address: int, size_bytes: int, page_bytes: int) -> None:
-    """Fault in a part of a shared mapping; contents do not change.
-
-    Args:
-        address: its start, at a page's border.
-        size_bytes: its length, in whole pages.
-        page_bytes: the size of its pages.
+    """Fault in a part of a shared mapping, in whole pages; contents do not change.
 
     Raises:
         OSError: ENOSPC, ENOMEM or EFAULT if a page is unavailable (an error, not a SIGBUS).
     """
-    while number := advise(address, size_bytes, MADV_POPULATE_WRITE):
-        if number == errno.EINTR:
-            continue
-        if number != errno.EINVAL:
-            raise OSError(number, os.strerror(number))
-        # Before Linux 5.14. Reading is enough, and it is safe beside other processes.
-        there = memoryview((ctypes.c_char * size_bytes).from_address(address))
-        np.frombuffer(there, np.uint8)[::page_bytes].max()
-        return
+    if number := shared_memory.populate(address, size_bytes, page_bytes):
+        raise OSError(number, os.strerror(number))
 
 
 # Linux's numbers; the standard library's fcntl lacks the names.
