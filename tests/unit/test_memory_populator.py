@@ -16,12 +16,16 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.memory_limits import MemoryLimit
 from kvhearth.model import EXTENT_DTYPE
 from kvhearth_server.core.slot_table import Geometry
+from kvhearth_server.core.state import Limits
+from kvhearth_server.engine.engine import Engine, EngineLimits
 from kvhearth_server.memory import populator as module
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.numa import KernelTopology
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.memory.segments import create_segment
+from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.metrics import COUNTERS
 
 MIB = 1 << 20
 OFF = HugepagePolicy.OFF
@@ -95,6 +99,19 @@ def test_nothing_is_taken_before_the_daemon_serves_and_all_of_it_then(folder: Pa
     assert (populator.unpopulated(0), populator.unpopulated(1)) == ([], [])
     assert (populator.populated_in(1), populator.given_up) == (2 * MIB, {})
     arena.close()
+
+
+def test_the_largest_machine_s_arena_is_open_with_next_to_nothing_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KernelMemory, "limits", lambda _: [])
+    geometry = Geometry.of([("a", 1 << 40)], 64 * MIB, 16384)
+    with mounted("tmpfs", "size=1100g", tmp_path / "large") as large:
+        arena = open_arena(ArenaPlan(geometry, large / "arena", OFF))
+        Engine(arena, Limits(), EngineLimits(1 << 22, 1.0, 1.0), Counters(COUNTERS))
+        found = os.statvfs(large)
+        assert (found.f_blocks - found.f_bfree) * found.f_frsize < 64 * MIB
+        arena.close()
 
 
 def test_a_thread_of_each_node_takes_its_part(folder: Path) -> None:

@@ -21,7 +21,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
 from kvhearth.model import I64, U32, Records
 from kvhearth_server.core.slot_table import Geometry, SlotTable, State
-from kvhearth_server.memory.durable_file import DurableBlob, lock_directory
+from kvhearth_server.memory.durable_file import DurableBlob, link_anew, lock_directory
 from kvhearth_server.memory.journal import (
     BOUND_WORDS,
     STATE_WORDS,
@@ -393,7 +393,7 @@ class Arena:
         if self.keeper is None:
             files |= {segment_path(folder, n): each.fd for n, each in enumerate(self.segments)}
         for path, descriptor in files.items():
-            if not os.path.lexists(path) and not _link(descriptor, path):
+            if not os.path.lexists(path) and not link_anew(descriptor, path):
                 gone.append(path.name)
         return gone
 
@@ -530,19 +530,6 @@ def _open_folder(
         arena.trim()
         undo.pop_all()
         return arena
-
-
-def _link(descriptor: int, path: Path) -> bool:
-    """Give an open file a name; False if that cannot be."""
-    own = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Only with a directory's descriptor Python follows the link there.
-        os.link(str(descriptor), path, src_dir_fd=own, follow_symlinks=True)
-    except OSError:
-        return False
-    finally:
-        os.close(own)
-    return True
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -343,3 +343,16 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def link_anew(descriptor: int, path: Path) -> bool:
+    """Give an open file a name; False if that cannot be."""
+    own = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Only with a directory's descriptor Python follows the link there.
+        os.link(str(descriptor), path, src_dir_fd=own, follow_symlinks=True)
+    except OSError:
+        return False
+    finally:
+        os.close(own)
+    return True
