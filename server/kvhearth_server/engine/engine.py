@@ -345,7 +345,9 @@ class Engine:
         return Attached(session, hello, welcome, descriptors)
 
     def _welcome(self, session: Session, joined: Joined, hello: Hello) -> Welcome:
-        size, mapped = self.arena.segments[session.segment], hello.map_arena
+        number, mapped = session.segment, hello.map_arena
+        size, unpopulated = self.arena.segments[number], self.arena.populator.unpopulated(number)
+        info = SegmentInfo(number, size.bytes, size.page_bytes, unpopulated)
         index = self.shared_index if hello.shared_index else None
         return Welcome(
             boot_id=self.boot_id,
@@ -358,24 +360,12 @@ class Engine:
             keys_max=session.keys_max,
             message_bytes_max=self.shell.message_bytes_max,
             leases_max=self.limits.leases_max,
-            segments=(
-                [
-                    SegmentInfo(
-                        session.segment, size.bytes, size.page_bytes, self.unpopulated(session)
-                    )
-                ]
-                if mapped
-                else []
-            ),
+            segments=[info] if mapped else [],
             lineage=self.lineage,
             tables=[] if index is None else [index.shape(session.segment)],
             namespace_number=0 if index is None else joined.namespace.number,
             memory_only=index is not None and not self.tiers,
         )
-
-    def unpopulated(self, session: Session) -> list[int]:
-        """Return the ranges of a session's segment that have no pages yet, as clients are told."""
-        return self.arena.populator.unpopulated(session.segment)
 
     def keys_max(self, contract: Contract) -> int:
         """Return the most blocks that one call may name: the configured limit, or fewer if their
