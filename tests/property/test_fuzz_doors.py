@@ -152,11 +152,14 @@ def test_any_welcome(message: dict[str, Any]) -> None:
 
 @fuzz
 @given(changed({**WELCOME.to_message()["segments"][0]}))
+@example({**WELCOME.to_message()["segments"][0], "unpopulated": {}})
+@example({**WELCOME.to_message()["segments"][0], "unpopulated": [0, None]})
 def test_any_segment_of_a_welcome(segment: dict[str, Any]) -> None:
     message = {**WELCOME.to_message(), "segments": [segment]}
     welcome = tried(lambda: Welcome.from_message(message))
     if welcome is not None:
-        assert all(type(value) is int for value in dataclasses.astuple(welcome.segments[0]))
+        *numbers, unpopulated = dataclasses.astuple(welcome.segments[0])
+        assert all(type(value) is int for value in [*numbers, *unpopulated])
 
 
 # -- contracts -----------------------------------------------------------------------------------

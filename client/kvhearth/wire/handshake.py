@@ -34,6 +34,7 @@ FRAME_HEADER_BYTES = _LENGTH.size
 SEGMENTS_MAX = 1 << 16
 """Bound of segment numbers: an extent names its segment in 16 bits."""
 _I32_MAX = (1 << 31) - 1
+_TYPES = {"int": int, "str": str, "bool": bool, "list[int]": list}
 _WELCOME_RANGES = (
     ("generation_count", 0, (1 << 32) - 1),  # an extent names its slot in 32 bits
     ("keys_max", 1, _I32_MAX),
@@ -362,7 +363,7 @@ def _read(kind: type[Any], message: dict[str, Any], word: str) -> Any:
     for name, value in values.items():
         if name not in known:
             raise KVHearthError(Reason.BAD_MESSAGE, f"{word}: unknown field {name[:64]!r}")
-        wanted = {"int": int, "str": str, "bool": bool}.get(str(known[name].type))
+        wanted = _TYPES.get(str(known[name].type))
         wrong = wanted is not None and type(value) is not wanted
         if wrong or (wanted is int and not -(1 << 63) <= value < 1 << 63):
             raise KVHearthError(
