@@ -51,19 +51,24 @@ class Remote:
     kind: str
     url: str
     servers: list[Server] = field(default_factory=list)
+    folder: Path | None = None
 
     @property
     def durable(self) -> bool:
         """Whether values survive a restart of the server."""
-        return self.kind in ("rclone", "seaweed")
+        return self.kind in ("file", "rclone", "seaweed")
 
     def stop(self) -> None:
-        """Kill all servers."""
+        """Kill all servers; a directory goes away."""
+        if self.folder is not None:
+            self.folder.rename(f"{self.folder}.away")
         for each in self.servers:
             each.stop()
 
     def start(self) -> None:
         """Start them again."""
+        if self.folder is not None:
+            Path(f"{self.folder}.away").rename(self.folder)
         for each in self.servers:
             each.start()
 
@@ -78,7 +83,7 @@ def serve(kind: str, folder: Path) -> Iterator[Remote]:
     """Run a remote of a kind."""
     if kind == "file":
         (folder / "remote").mkdir()
-        yield Remote(kind, f"file://{folder}/remote")
+        yield Remote(kind, f"file://{folder}/remote", folder=folder / "remote")
     elif kind in ("rclone", "seaweed"):
         server = (rclone if kind == "rclone" else seaweed)(folder)
         with running(server):
@@ -224,13 +229,15 @@ def test_a_stopped_server_is_told_by_the_deadline(remote: Remote, desk: MoverDes
 
 
 def test_a_killed_server_is_told_and_comes_back(remote: Remote, desk: MoverDesk) -> None:
-    faulty(remote)
     if remote.kind == "valkey-cluster":
         pytest.skip("a cluster whose nodes all lost their memory has to be made again")
     desk.put(range(4), OF)
     remote.stop()
     _, outcomes = ends(desk, lambda: desk.mover.submit(desk.get_request(range(4), OF), 1.0))
     assert set(outcomes) <= {"Failed timeout", "Failed unreachable"}
+    if remote.folder is not None:
+        assert set(kinds(desk.put(range(4, 8), OF))) == {"Failed unreachable"}
+        assert not remote.folder.exists(), "a directory is not made again under its mount"
     remote.start()
     if remote.kind == "valkey-acl":
         user = ("ACL", "SETUSER", "kv", "on", f">{PASSWORD}", "~kv/*", "+@all")

@@ -118,8 +118,7 @@ class RemoteServer:
     def launch(self) -> None:
         """Start it; its directory returns if it was away."""
         if not self._command:
-            with contextlib.suppress(FileNotFoundError):
-                self._away.rename(self._data)
+            self._return()
             return
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -151,6 +150,17 @@ class RemoteServer:
             self._process = None
         elif not self._command and self._data.exists():
             self._data.rename(self._away)
+
+    def _return(self) -> None:
+        """Bring back the directory, and into it what stores that had begun made meanwhile."""
+        made = self._folder / "made"
+        if self._away.exists() and self._data.exists():
+            self._data.rename(made)
+        with contextlib.suppress(FileNotFoundError):
+            self._away.rename(self._data)
+        if made.exists():
+            shutil.copytree(made, self._data, dirs_exist_ok=True)
+            shutil.rmtree(made)
 
     def stop(self) -> None:
         """Send SIGSTOP; a directory, which cannot be stopped, stays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import Counter
@@ -46,6 +47,10 @@ _PORTION_MAX = 8
 _T = TypeVar("_T")
 
 
+class _Away(Exception):
+    """A directory is gone, or what was mounted there. The library would make it again."""
+
+
 class ObjectDriver:
     """See ``base.Driver``.
 
@@ -68,12 +73,22 @@ class ObjectDriver:
             self._store = _open(url, _REQUEST_S)
         except (BaseError, OSError, ValueError) as error:
             raise Refused(f"{url.place} cannot be opened: {first_line(error)}") from None
+        self._mounted = url.scheme == "file" and os.path.ismount(url.bucket)
 
     def attach(self, staging: memoryview) -> None:
         """See ``base.Driver``."""
 
     def _by(self, deadline: float) -> Any:
-        """Return the store whose requests end by a deadline."""
+        """Return the store whose requests end by a deadline. May wait for a file system.
+
+        Raises:
+            _Away: there is no such directory now.
+        """
+        if self._url.scheme == "file":
+            here = os.path.ismount if self._mounted else os.path.isdir
+            if not here(self._url.bucket):
+                raise _Away(f"{self._url.bucket} went away; mount or make it")
+            return self._store
         time_s = time_class(deadline)
         store = self._stores.get(time_s)
         if store is None:
@@ -109,7 +124,7 @@ class ObjectDriver:
             obstore.put(store, self._prefix + name, value, mode=mode, use_multipart=False)
         except (AlreadyExistsError, PreconditionError):
             return Done()
-        except (BaseError, OSError) as error:
+        except (BaseError, OSError, _Away) as error:
             if not creating or not _unsupported(error):
                 return self._complaints.tell(outcome_of(error), error)
             self._create = False
@@ -139,7 +154,7 @@ class ObjectDriver:
                 # Not downloaded: it is none of ours, or cut off.
                 return Corrupt("remote")
             return memoryview(found.bytes())
-        except (BaseError, OSError) as error:
+        except (BaseError, OSError, _Away) as error:
             return self._complaints.tell(outcome_of(error), error)
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
@@ -205,6 +220,8 @@ def first_line(error: BaseException) -> str:
 def outcome_of(error: BaseException) -> Outcome:
     """Translate an error of the library's."""
     text = str(error)
+    if isinstance(error, _Away):
+        return UNREACHABLE
     if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
         return DENIED
     if isinstance(error, FileNotFoundError):
