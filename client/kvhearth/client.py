@@ -137,7 +137,6 @@ class Decisions:
                 epoch=self._own_epoch(),
                 lease_id=lease_id,
                 prefetch=prefetch,
-                knows_remote=True,
                 traceparent=span.traceparent,
             )
             request.wait_us = max(0, round(wait_s * 1e6))
@@ -204,9 +203,7 @@ class Decisions:
             link = self._caller.link()
             whole, found, eta_us = self._query(own), [], 0
             for query in portions.queries(whole, link.welcome.keys_max):
-                request = pb.PrefetchRequest(
-                    epoch=self._own_epoch(), knows_remote=True, traceparent=traceparent
-                )
+                request = pb.PrefetchRequest(epoch=self._own_epoch(), traceparent=traceparent)
                 query.put_into(request.groups)
                 reply = self._caller.call(link, base.PREFETCH, request, self._lookup_s)
                 found.append(

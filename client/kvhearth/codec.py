@@ -36,7 +36,6 @@ _PIECE_ELEMENTS = 1 << 15
 """Elements encoded at once: their single-precision copies stay in a core's cache."""
 
 F32 = npt.NDArray[np.float32]
-U16 = npt.NDArray[np.uint16]
 
 
 class Encoding(NamedTuple):

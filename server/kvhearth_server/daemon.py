@@ -54,7 +54,7 @@ from kvhearth_server.preflight import (
     socket_files,
     socket_refusal,
 )
-from kvhearth_server.tier_startup import TierKind, follow_recovery, open_tiers, remote_limits
+from kvhearth_server.tier_startup import OpenTiers, follow_recovery, open_tiers, remote_limits
 from kvhearth_server.tiers.base import Tier
 from kvhearth_server.tiers.remote.tier import RemoteTier
 from kvhearth_server.tiers.ssd.tier import SsdTier
@@ -85,7 +85,7 @@ _log = get_logger("kvhearth.daemon")
 def run(
     settings: Settings,
     plan: ArenaPlan | None = None,
-    kinds: Sequence[TierKind] | None = None,
+    opener: OpenTiers | None = None,
     again: Callable[[], Settings] | None = None,
     examine: Examine = list,
 ) -> int:
@@ -94,7 +94,7 @@ def run(
     Args:
         settings: the operator's settings.
         plan: an arena that settings cannot describe; by default the settings describe it.
-        kinds: kinds of tiers, cheapest first; fault injection passes its own.
+        opener: opens the tiers; fault injection passes its own.
         again: reads the settings again, from the sources of the start; by default they stay.
         examine: finds what could be better on this machine, for the page; called on a thread.
 
@@ -107,7 +107,7 @@ def run(
     check(settings)
     arena = open_arena(plan or arena_plan(settings))
     try:
-        tiers = open_tiers(settings, arena, kinds)
+        tiers = (opener or open_tiers)(settings, arena)
         try:
             read = again or (lambda: settings)
             return asyncio.run(_serve(settings, arena, tiers, read, examine))

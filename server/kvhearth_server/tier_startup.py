@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -31,7 +29,6 @@ from kvhearth_server.tiers.base import (
     DirectoryError,
     Tier,
 )
-from kvhearth_server.tiers.chain import demotion_region
 from kvhearth_server.tiers.figures import TierFigures
 from kvhearth_server.tiers.remote.bounds import Limits
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
@@ -71,58 +68,38 @@ _log = get_logger("kvhearth.ssd")
 _remote_log = get_logger("kvhearth.remote")
 
 
-class Behind(enum.Enum):
-    """What is behind a tier and takes what it drops: nothing, a tier of this daemon, or shared
-    tiers, which take hot blocks only.
-    """
-
-    NOTHING = enum.auto()
-    OWN = enum.auto()
-    SHARED = enum.auto()
-
-
-@dataclass(frozen=True)
-class TierKind:
-    """A kind of tier.
-
-    Attributes:
-        is_on: whether the settings ask for one.
-        open: opens it over regions, the bytes of each arena segment first; it offers what it drops
-            to what is behind it.
-        shared: whether it is shared, and so behind all others.
-    """
-
-    is_on: Callable[[Settings], bool]
-    open: Callable[[Settings, Sequence[U8], Behind], Tier]
-    shared: bool = False
+OpenShared = Callable[[Settings, Sequence[U8]], Tier]
+"""Function that opens a shared tier over regions, the bytes of each arena segment first."""
+OpenTiers = Callable[[Settings, Arena], list[Tier]]
 
 
 def open_tiers(
-    settings: Settings, arena: Arena, kinds: Sequence[TierKind] | None = None
+    settings: Settings,
+    arena: Arena,
+    environment: Environment | None = None,
+    shared: Sequence[OpenShared] = (),
 ) -> list[Tier]:
-    """Open the tiers of these settings, cheapest first, remotes last.
+    """Open the tiers of these settings, the SSD tier first, remotes last.
 
     Args:
-        kinds: kinds of tiers, cheapest first; ``TIERS`` by default.
+        environment: as for ``SsdTier``; fault injection passes its own.
+        shared: further shared tiers to open before the remotes.
 
     Raises:
         KVHearthError: a tier cannot be opened.
     """
-    wanted = [kind for kind in (TIERS if kinds is None else kinds) if kind.is_on(settings)]
     regions = [segment.view for segment in arena.segments]
-    local_count = sum(not kind.shared for kind in wanted)
     publishes = bool(settings.remote) and settings.remote_write != "never"
-    buffer = _leaving_buffer() if publishes and local_count else None
+    buffer = _leaving_buffer() if publishes and settings.ssd_dirs else None
     if buffer is not None:
         regions.append(buffer.view)
-    if local_count > 1:
-        regions.append(demotion_region())
-    last = Behind.NOTHING if buffer is None else Behind.SHARED
     opened: list[Tier] = []
     with contextlib.ExitStack() as undo:
-        for number, kind in enumerate(wanted, 1):
-            behind = Behind.OWN if number < local_count else last
-            opened.append(kind.open(settings, regions, behind))
+        if settings.ssd_dirs:
+            opened.append(_open_ssd(settings, regions, environment, offers=buffer is not None))
+            undo.callback(opened[-1].close)
+        for each in shared:
+            opened.append(each(settings, regions))
             undo.callback(opened[-1].close)
         for tier in open_remotes(settings, arena, buffer):
             opened.append(tier)
@@ -220,7 +197,7 @@ def remote_prices(settings: Settings) -> Prices:
 
 
 def _open_ssd(
-    settings: Settings, regions: Sequence[U8], behind: Behind, environment: Environment | None
+    settings: Settings, regions: Sequence[U8], environment: Environment | None, *, offers: bool
 ) -> SsdTier:
     """Open the SSD tier of these settings.
 
@@ -243,8 +220,7 @@ def _open_ssd(
             regions,
             admission=admission(settings),
             environment=environment,
-            offers=behind is not Behind.NOTHING,
-            only_hot=behind is Behind.SHARED,
+            offers=offers,
         )
     except ValueError as error:
         raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
@@ -263,17 +239,6 @@ def _open_ssd(
         for message in log_dir.directory.repairs:
             _log.warning("ssd.directory_mended", what=message)
     return tier
-
-
-def ssd_kind(environment: Environment | None = None) -> TierKind:
-    """Return the kind of the SSD tier; ``environment`` as for ``SsdTier``."""
-    return TierKind(
-        lambda settings: bool(settings.ssd_dirs), partial(_open_ssd, environment=environment)
-    )
-
-
-TIERS = (ssd_kind(),)
-"""Kinds of the tiers that the settings may ask for, cheapest first."""
 
 
 def tier_settings(settings: Settings) -> SsdSettings:

@@ -24,7 +24,6 @@ from support.tiers import (
     settings,
 )
 
-from kvhearth.model import U8
 from kvhearth_server.tiers.base import (
     ADDRESS_DTYPE,
     BlockSpec,
@@ -38,7 +37,7 @@ from kvhearth_server.tiers.base import (
     Throttled,
     Tier,
 )
-from kvhearth_server.tiers.chain import TierChain, demotion_region
+from kvhearth_server.tiers.chain import TierChain
 from kvhearth_server.tiers.remote.tier import RemoteTier
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
 from kvhearth_server.tiers.ssd.sealing import Keyring
@@ -53,12 +52,11 @@ KINDS = [
     "ssd-keys",
     "ssd-keys-flushed",
     "chain",
-    "chain-keys",
     "remote",
 ]
 
 
-def make_ssd(kind: str, folder: Path, arena: Arena, *regions: U8, offers: bool = False) -> SsdTier:
+def make_ssd(kind: str, folder: Path, arena: Arena, *, offers: bool = False) -> SsdTier:
     """Make a tier of the given kind, its log recovered."""
     what = kind.removeprefix("ssd-")
     interface = what if what in NAMES else "auto"
@@ -68,17 +66,9 @@ def make_ssd(kind: str, folder: Path, arena: Arena, *regions: U8, offers: bool =
     keyring = Keyring({"a": [b"k" * 32]}) if "keys" in what else None
     flush = what.endswith("flushed")
     found = settings(*folders, interface=interface, flush=flush, keyring=keyring)
-    tier = SsdTier(found, [arena.bytes, *regions], offers=offers)
+    tier = SsdTier(found, [arena.bytes], offers=offers)
     Desk(tier, arena).settle()
     return tier
-
-
-def make_chain(kind: str, folder: Path, arena: Arena) -> TierChain:
-    """Make an SSD tier with a small tier of memory behind it."""
-    region = demotion_region()
-    dram = DramTier([arena.bytes, region], SEGMENT_BYTES, batch_blocks_max=512)
-    ssd = make_ssd(kind, folder, arena, region, offers=True)
-    return TierChain([ssd, dram], 1, lambda _: True)
 
 
 def make_remote(arena: Arena) -> RemoteTier:
@@ -97,6 +87,12 @@ def make_remote(arena: Arena) -> RemoteTier:
     return tier
 
 
+def make_chain(folder: Path, arena: Arena) -> TierChain:
+    """Make an SSD tier with a remote behind it."""
+    ssd = make_ssd("chain", folder, arena, offers=True)
+    return TierChain([ssd, make_remote(arena)])
+
+
 @pytest.fixture(params=KINDS)
 def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
     kind = request.param
@@ -106,8 +102,8 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
     elif kind == "dram":
         tier: Tier = DramTier([arena.bytes], 8 * SEGMENT_BYTES, batch_blocks_max=512)
         yield from drive(Counting(tier), arena)
-    elif kind.startswith("chain"):
-        yield from drive(Counting(make_chain(kind, tmp_path, arena)), arena)
+    elif kind == "chain":
+        yield from drive(Counting(make_chain(tmp_path, arena)), arena)
     elif kind == "ssd-tmpfs":
         with tmpfs_directory() as folder:
             yield from drive(Counting(make_ssd(kind, folder, arena)), arena)
@@ -250,8 +246,7 @@ def test_room_is_made_by_evicting_and_evictions_are_told(desk: Desk) -> None:
     present = desk.tier.look_up(family(), keys_of(range(600))).present
     assert 0 < present.sum() < 600
     gone = {key_of(number) for number in np.flatnonzero(~present).tolist()}
-    # A chain also tells of blocks that one tier dropped and another one has.
-    assert gone <= reported if isinstance(desk.tier.inner, TierChain) else gone == reported
+    assert gone == reported
     assert desk.tier.take_evicted() == []
     found = np.flatnonzero(present).tolist()
     for start in range(0, len(found), 64):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from pathlib import Path
@@ -63,16 +62,6 @@ def test_keys() -> None:
 def test_an_attach_frame() -> None:
     hello = Hello(1, "engine", CONTRACT.to_json(), rank=1, scheduler=False, pid=7)
     assert encode_frame(hello.to_message()).hex() == golden("hello.hex")
-
-
-def test_a_hello_names_a_numa_node_only_if_it_is_known() -> None:
-    """An older daemon refuses the field, whatever its value."""
-    unknown = Hello(1, "engine", CONTRACT.to_json())
-    assert "numa_node" not in unknown.to_message()
-    assert Hello.from_message(unknown.to_message()) == unknown
-    known = dataclasses.replace(unknown, numa_node=0)
-    assert known.to_message()["numa_node"] == 0
-    assert Hello.from_message(known.to_message()) == known
 
 
 def test_an_extent_record() -> None:

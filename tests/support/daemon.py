@@ -82,7 +82,6 @@ class Daemon(harness.Daemon):
     ) -> None:
         usual = harness.tied() if command else self._fork
         super().__init__(folder, arena_dir, {**SMALL, **settings}, starter or usual)
-        self.dram_bytes = 0
         """Size of a tier of memory behind the others, for a daemon that is forked."""
         self.remotes: list[Path] = []
         """Folders of scripted remotes behind the others, for a daemon that is forked."""
@@ -95,7 +94,6 @@ class Daemon(harness.Daemon):
             [log.fileno()],
             arguments=flags,
             environment={**_NATIVE, **environment},
-            dram_bytes=self.dram_bytes,
             remotes=[str(folder) for folder in self.remotes],
             fresh_s=self.fresh_s,
         )

@@ -87,8 +87,6 @@ class FakeDaemon:
         self.epoch = 7
         self.group_complete = True
         self.refuse: KVHearthError | None = None
-        self.unknown_fields: frozenset[str] = frozenset()
-        """Fields of the hello that came after this daemon's version."""
         self.silent_attach = False
         self.hellos: list[Hello] = []
         self.byes = 0
@@ -202,9 +200,6 @@ class FakeDaemon:
                 for message in decoder.feed(data):
                     if message["kind"] == "bye":
                         self.byes += 1
-                    elif unknown := sorted(self.unknown_fields & message.keys()):
-                        text = f"hello: unknown field {unknown[0]!r}"
-                        line.sendall(encode_frame(refused(KVHearthError(Reason.BAD_MESSAGE, text))))
                     elif not self.silent_attach:
                         welcomed = self._greet(line, Hello.from_message(message)) or welcomed
         self.ended += welcomed

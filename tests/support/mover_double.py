@@ -14,7 +14,7 @@ import xxhash
 
 from kvhearth.model import CHECKSUM_BYTES, U8
 from kvhearth_server.config.load import Settings
-from kvhearth_server.tier_startup import TierKind, remote_limits
+from kvhearth_server.tier_startup import OpenShared, remote_limits
 from kvhearth_server.tiers.base import (
     BlockSpec,
     Corrupt,
@@ -48,14 +48,14 @@ class Value:
     parent: bytes
 
 
-def scripted_remote(folder: str) -> TierKind:
-    """Return the kind of a remote whose values are files in a folder."""
+def scripted_remote(folder: str) -> OpenShared:
+    """Return what opens a remote whose values are files in a folder."""
 
-    def opened(settings: Settings, regions: Sequence[U8], _: bool) -> RemoteTier:
+    def opened(settings: Settings, regions: Sequence[U8]) -> RemoteTier:
         mover, limits = ScriptedMover(regions, Path(folder)), remote_limits(settings)
         return RemoteTier(mover, regions, f"scripted://{folder}", b"k" * 32, limits)
 
-    return TierKind(lambda _: True, opened, shared=True)
+    return opened
 
 
 class ScriptedMover:

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+from functools import partial
 
 MESSAGE_BYTES_MAX = 1 << 16
 FILES_MAX = 8
@@ -84,14 +85,12 @@ def serve_daemon(
     log: int,
     arguments: list[str],
     environment: dict[str, str],
-    dram_bytes: int,
     remotes: list[str],
     fresh_s: float,
 ) -> int:
     """Run ``kvhearth serve`` as the command line does.
 
     Args:
-        dram_bytes: size of a tier of ordinary memory behind all others, 0 for none.
         remotes: folders of scripted remotes.
         fresh_s: age up to which a rendering of the metrics is shared.
     """
@@ -99,20 +98,18 @@ def serve_daemon(
     from kvhearth_server.cli.app import run
     from kvhearth_server.observability import exposition
 
-    kinds = None
-    if dram_bytes or remotes:
-        from kvhearth_server.tier_startup import TIERS, TierKind
+    opener = None
+    if remotes:
+        from kvhearth_server.tier_startup import open_tiers
         from support.mover_double import scripted_remote
-        from support.tier_doubles import DramTier
 
-        dram = TierKind(lambda _: True, lambda _, regions, __: DramTier(regions, dram_bytes))
-        kinds = [*TIERS, *([dram] if dram_bytes else []), *map(scripted_remote, remotes)]
+        opener = partial(open_tiers, shared=[scripted_remote(each) for each in remotes])
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
     exposition.FRESH_S = fresh_s
     faults.arm(os.environ.get(faults.ENVIRONMENT_NAME))
-    return run(["serve", *arguments], kinds)
+    return run(["serve", *arguments], opener)
 
 
 if __name__ == "__main__":

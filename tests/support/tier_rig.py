@@ -38,7 +38,6 @@ from kvhearth_server.tiers.base import (
     Tier,
     gather,
 )
-from kvhearth_server.tiers.chain import demotion_region
 from kvhearth_server.tiers.remote.mover import Get
 from kvhearth_server.tiers.remote.tier import RemoteTier
 from support.core_kit import Rig
@@ -73,7 +72,7 @@ class FakeTier(DramTier):
         spoil: an outcome for one block of a store (false) or a load, None for the true one.
         under_way: batches that have not ended, oldest first.
         submitted: blocks of all batches that were taken, by ``store`` and ``load``.
-        offers: blocks to offer to the tier behind.
+        offers: blocks to offer to shared tiers.
         progress, recovering, loads_of_the_dead: as of any tier, set by tests.
     """
 
@@ -186,7 +185,7 @@ class FakeTier(DramTier):
 
 
 class TierRig(Rig):
-    """A core with a tier below it, and if a test wants it another one behind that, and remotes."""
+    """A core with a tier below it, and if a test wants them remotes."""
 
     def __init__(
         self,
@@ -195,7 +194,6 @@ class TierRig(Rig):
         capacity_bytes: int = 1 << 30,
         queue_reads: int = 4096,
         queue_writes: int = 1024,
-        behind: bool = False,
         local: bool = True,
         remotes: int = 0,
         policy: PublishPolicy = PublishPolicy.REUSE,
@@ -210,11 +208,7 @@ class TierRig(Rig):
         ]
         if buffer_bytes:
             self.regions.append(np.zeros(buffer_bytes, np.uint8))
-        mapped = len(self.regions)
-        if behind:
-            self.regions.append(demotion_region())
         self.tier = FakeTier(self.regions, capacity_bytes, batch_blocks_max=256)
-        self.behind = FakeTier(self.regions, capacity_bytes, batch_blocks_max=256)
         self.tier.queue_reads, self.tier.queue_writes = queue_reads, queue_writes
         self.now = 0.0
         self.counted: Counter[tuple[str, str]] = Counter()
@@ -222,11 +216,9 @@ class TierRig(Rig):
         """Heads of blocks that a test has damaged."""
         self.to_sum: list[Sum] = []
         tiers: list[Tier] = [self.tier] if local else []
-        tiers += [self.behind] if behind else []
-        reached = self.regions[:mapped]
-        self.movers = [ScriptedMover(reached) for _ in range(remotes)]
+        self.movers = [ScriptedMover(self.regions) for _ in range(remotes)]
         self.remotes = [
-            RemoteTier(mover, reached, f"r{number}", bytes(16), clock=lambda: self.now)
+            RemoteTier(mover, self.regions, f"r{number}", bytes(16), clock=lambda: self.now)
             for number, mover in enumerate(self.movers)
         ]
         for remote in self.remotes:
@@ -283,7 +275,7 @@ class TierRig(Rig):
             for mover in self.movers
             for each in mover.using_slots()
         ]
-        for each in (*self.tier.under_way, *self.behind.under_way, *puts):
+        for each in (*self.tier.under_way, *puts):
             places = each.batch.places.reshape(-1)
             places = places[places["region"] < len(self.geometry.segments)]
             for place in zip(places["region"].tolist(), places["offset"].tolist(), strict=True):

@@ -35,7 +35,7 @@ def with_daemon(body: str) -> str:
     return (
         "import types, kvhearth_server\n"
         "from kvhearth.errors import KVHearthError, Reason\n"
-        f"def run(settings, kinds, again, examine):\n    {body}\n"
+        f"def run(settings, opener, again, examine):\n    {body}\n"
         "stub = types.ModuleType('kvhearth_server.daemon')\n"
         "stub.run = run\n"
         "sys.modules['kvhearth_server.daemon'] = kvhearth_server.daemon = stub\n"

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.attached import attached, connected
+from support.attached import attached
 from support.daemon import until
-from support.fake_daemon import KEY_BYTES, extents, key, presence, running, small_contract
+from support.fake_daemon import KEY_BYTES, extents, key, presence
 
 from kvhearth.errors import Reason
 from kvhearth.model import EXTENT_DTYPE
@@ -54,18 +54,6 @@ def test_a_hit_brings_extents_and_a_lease(tmp_path: Path) -> None:
         counters = client.counters()
         assert (counters["lookup"], counters["lookup_hit_tokens"]) == (1, 32)
         client.release(None)
-
-
-def test_an_older_daemon_is_asked_by_calls(tmp_path: Path) -> None:
-    with running(tmp_path, small_contract()) as daemon:
-        daemon.unknown_fields = frozenset({"shared_index"})
-        with connected(tmp_path) as client:
-            assert client.wait_ready(10)
-            daemon.answer("Lookup", hit)
-            assert not client.index_mapped
-            assert client.lookup_mapped({0: [key(1)]}) is None
-            assert client.lookup(KEYS).hit_tokens == 32
-            assert client.boot_id == daemon.boot_id
 
 
 def test_the_arrays_of_a_hit_are_the_callers_own(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ def test_a_line_finds_what_it_was_fed() -> None:
     found = line(0.01, 1e-5)
     assert found.seconds(0) == pytest.approx(0.01, rel=1e-3)
     assert found.seconds(8000) == pytest.approx(0.09, rel=1e-3)
-    assert found.tokens_per_s == pytest.approx(1e5, rel=1e-3)
 
 
 def policy(bounds: Bounds, load_s: float, prefill_s: float) -> LoadPolicy:
@@ -118,10 +117,6 @@ def groups(*specs: GroupSpec) -> EngineGroups:
 
 def test_settings_say_what_is_wrong() -> None:
     assert parse_settings(Settings, {}) == Settings()
-    former = parse_settings(Settings, {"climb_wait_ms": 7, "stock_tokens": 9})
-    assert (former.promotion_wait_ms, former.pool_tokens) == (7, 9)
-    with pytest.raises(KVHearthError, match="former name of promotion_wait_ms"):
-        parse_settings(Settings, {"climb_wait_ms": 7, "promotion_wait_ms": 7})
     wrong: dict[str, Any] = {
         "ulr": "x",
         "lookup_wait_ms": "5",

@@ -29,8 +29,8 @@ def test_urls_are_read() -> None:
     assert parse_remote("valkey://[::1]:1/").hosts == (("::1", 1),)
     assert parse_remote("gs://bucket").place == "gs://bucket"
     assert parse_remote("az://container/p?account=name").account == "name"
-    pool = parse_remote("mooncake://h/p?protocol=rdma&device=mlx5_0&direct=yes&insecure=yes")
-    assert (pool.hosts, pool.direct) == ((("h", 50051),), True)
+    pool = parse_remote("mooncake://h/p?protocol=rdma&device=mlx5_0&insecure=yes")
+    assert pool.hosts == (("h", 50051),)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,6 @@ def test_urls_are_read() -> None:
         ("s3://bucket?ttl=soon", "ttl"),
         ("s3://bucket?insecure=true", "yes nor no"),
         ("az://container", "account"),
-        ("mooncake://h?insecure=yes&direct=yes", "rdma"),
         ("ftp://host", "scheme"),
         ("bucket", "scheme"),
         ("", "scheme"),

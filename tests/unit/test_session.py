@@ -225,47 +225,6 @@ def test_a_bad_user_id_in_the_url(option: str) -> None:
     assert parse_url("kvhearth+unix:///run/kvhearth?daemon_uid=10").daemon_uid == 10
 
 
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        ["process_group"],
-        ["process_group", "shared_index"],
-        ["process_group", "numa_node", "shared_index"],
-    ],
-)
-def test_an_older_daemon_gets_the_hello_without_what_it_refuses(
-    tmp_path: Path, unknown: list[str]
-) -> None:
-    newest = dataclasses.replace(hello(), numa_node=1, shared_index=True, process_group="p")
-    with running(tmp_path, small_contract()) as daemon:
-        daemon.unknown_fields = frozenset(unknown)
-        before = open_descriptors()
-        link = open_link(url(tmp_path), newest)
-        (told,) = daemon.hellos
-        assert told == dataclasses.replace(
-            newest,
-            process_group="",
-            shared_index="shared_index" not in unknown,
-            numa_node=-1 if "numa_node" in unknown else 1,
-        )
-        assert link.mapping is not None
-        assert not link.tables
-        link.close()
-        until(lambda: open_descriptors() <= before)
-        # A client that does not know why stops at the oldest hello.
-        daemon.unknown_fields = frozenset({"protocol"})
-        with pytest.raises(KVHearthError, match="unknown field 'protocol'"):
-            attach(url(tmp_path), newest)
-
-
-def test_refusals_for_other_reasons_are_not_answered_by_an_older_hello(tmp_path: Path) -> None:
-    with running(tmp_path, small_contract()) as daemon:
-        daemon.refuse = KVHearthError(Reason.CONTRACT_MISMATCH, "other pages")
-        with pytest.raises(KVHearthError, match="other pages"):
-            attach(url(tmp_path), dataclasses.replace(hello(), shared_index=True))
-        assert len(daemon.hellos) == 1
-
-
 def test_a_silent_daemon_costs_the_deadline(tmp_path: Path) -> None:
     with running(tmp_path, small_contract()) as daemon:
         daemon.silent_attach = True

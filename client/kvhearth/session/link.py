@@ -356,21 +356,7 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
 
 
 def _attach_local(url: UnixUrl, hello: Hello) -> Session:
-    """Attach on this host. An older daemon refuses a hello with fields that it does not know, and
-    gets the hello again without them, on another connection.
-    """
     deadline = time.monotonic() + url.attach_ms / 1000
-    *newer, oldest = hello.versions()
-    for each in newer:
-        try:
-            return _attach(url, each, deadline)
-        except KVHearthError as error:
-            if error.reason is not Reason.BAD_MESSAGE:
-                raise
-    return _attach(url, oldest, deadline)
-
-
-def _attach(url: UnixUrl, hello: Hello, deadline: float) -> Session:
     try:
         life_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:  # no descriptor is free

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -174,27 +174,8 @@ class Hello:
     model_name: str = ""
 
     def to_message(self) -> dict[str, Any]:
-        """Return the hello as a frame's message.
-
-        What is unknown or not asked for is left out: a daemon that does not know such a field would
-        refuse it.
-        """
-        values = asdict(self)
-        if self.numa_node < 0:
-            del values["numa_node"]
-        for name in ("shared_index", "tenant", "identity", "process_group", "model_name"):
-            if not values[name]:
-                del values[name]
-        return {"kind": "hello", **values}
-
-    def versions(self) -> list[Hello]:
-        """Return this hello, then the same for older daemons: each without one more of the fields
-        that came later.
-        """
-        without_names = replace(self, process_group="", model_name="")
-        without_index = replace(without_names, shared_index=False)
-        found = [self, without_names, without_index, replace(without_index, numa_node=-1)]
-        return [each for at, each in enumerate(found) if each not in found[:at]]
+        """Return the hello as a frame's message."""
+        return {"kind": "hello", **asdict(self)}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Hello:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from kvhearth_lab.harness.client_process import end_with
@@ -22,11 +23,11 @@ def main(words: Sequence[str]) -> None:
     if words[1]:
         follow(Path(words[1]))
     from kvhearth_server.cli import app
-    from kvhearth_server.tier_startup import ssd_kind
+    from kvhearth_server.tier_startup import open_tiers
 
     sys.argv[1:] = words[2:]
     commander = commanded()
-    app.main([ssd_kind(commander.environment())] if commander else None)
+    app.main(partial(open_tiers, environment=commander.environment()) if commander else None)
 
 
 if __name__ == "__main__":

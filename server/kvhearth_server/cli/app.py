@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import typer
 
     from kvhearth.errors import KVHearthError
-    from kvhearth_server.tier_startup import TierKind
+    from kvhearth_server.tier_startup import OpenTiers
 
 EXIT_CONFIG = 2
 EXIT_MEMORY = 3
@@ -217,12 +217,12 @@ def exit_code(error: KVHearthError) -> int:
     return EXIT_CODES.get(error.reason, EXIT_OTHER)
 
 
-def run(args: Sequence[str] | None = None, kinds: Sequence[TierKind] | None = None) -> int:
+def run(args: Sequence[str] | None = None, opener: OpenTiers | None = None) -> int:
     """Run the command and return its exit code; a bug's exception passes (Python's exit code is 1).
 
     Args:
         args: the words after ``kvhearth``; by default those of this process.
-        kinds: kinds of tiers that ``serve`` opens; by default all that the settings ask for.
+        opener: opens the tiers of ``serve``; by default those that the settings ask for.
     """
     words = sys.argv[1:] if args is None else list(args)
     if words[:1] == ["health"]:
@@ -234,7 +234,7 @@ def run(args: Sequence[str] | None = None, kinds: Sequence[TierKind] | None = No
     from kvhearth.errors import KVHearthError
 
     try:
-        build()(args=None if args is None else list(args), prog_name="kvhearth", obj=kinds)
+        build()(args=None if args is None else list(args), prog_name="kvhearth", obj=opener)
     except KVHearthError as error:
         print(f"kvhearth: error: {error.message}", file=sys.stderr)  # noqa: T201 - no log yet
         return exit_code(error)
@@ -249,13 +249,13 @@ def run(args: Sequence[str] | None = None, kinds: Sequence[TierKind] | None = No
     return 0
 
 
-def main(kinds: Sequence[TierKind] | None = None) -> None:
+def main(opener: OpenTiers | None = None) -> None:
     """Run the console script."""
     _use_utf8()
     # Per-slot arrays are sparse: with transparent huge pages under them, a slab's few rows would
     # make 2 MiB of each resident. Must be set before numpy is imported.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
-    _end(run(kinds=kinds))
+    _end(run(opener=opener))
 
 
 def _use_utf8() -> None:

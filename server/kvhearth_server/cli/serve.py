@@ -162,4 +162,4 @@ def serve(context: typer.Context, config: Path | None = None, **flags: object) -
 
         return doctor.worse_than_ok(settings)
 
-    raise typer.Exit(daemon.run(settings, kinds=context.obj, again=again, examine=examine))
+    raise typer.Exit(daemon.run(settings, opener=context.obj, again=again, examine=examine))

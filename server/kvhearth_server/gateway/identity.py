@@ -66,16 +66,3 @@ class Doorkeeper(Protocol):
             KVHearthError: ``peer_not_allowed``; the message does not contain the secret.
         """
         ...
-
-
-class OpenDoor:
-    """A ``Doorkeeper`` for addresses that nobody else reaches, or with ``--insecure``."""
-
-    def __init__(self, tenant: str) -> None:
-        self._identity = Identity("anyone", tenant)
-
-    def identify(
-        self, secret: str, certificate: dict[str, object] | None, address: str = ""
-    ) -> Identity:
-        """See ``Doorkeeper.identify``: everyone is the same identity."""
-        return self._identity

@@ -333,17 +333,12 @@ class Kind(NamedTuple):
     about: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Offer:
-    """Blocks that a tier drops next, for the tier behind it to copy first; only hot ones if that is
-    shared.
-
-    The tier keeps them until ``settled`` is set, or until it has waited long enough.
-    """
+    """Used blocks that a tier drops at its next ``poll``; loads that begin before are served."""
 
     family: BlockSpec
     keys: list[bytes]
-    settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -415,7 +410,7 @@ class Tier(Protocol):
     def shared(self) -> bool:
         """Whether other daemons use the tier, too.
 
-        A shared tier is behind all others. Blocks are published to it, not demoted: a store may be
+        A shared tier is behind the daemon's own. Blocks are published to it: a store may be
         refused at any time. Its contents are not listed, ``look_up`` may be wrong, a load ends at
         its first miss, and completions bring the facts.
         """
@@ -514,7 +509,7 @@ class Tier(Protocol):
         """Return the blocks dropped since the last call."""
 
     def take_offers(self) -> list[Offer]:
-        """Return new offers of blocks that the tier drops next; the last tier makes none."""
+        """Return the offers made since the last call; none by default."""
         return []
 
     # -- shares ------------------------------------------------------------------------------------

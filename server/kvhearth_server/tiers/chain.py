@@ -1,36 +1,31 @@
-"""An ordered list of tiers, cheapest first, that acts as one tier (docs/adr/0017).
+"""The daemon's own tier, if it has one, and the shared tiers behind it act as one tier
+(docs/adr/0017).
 
-Stores go to the first tier, unless it is shared: blocks are published to shared tiers, which are
-behind all others. A load reads each block from the first tier that has it, and falls to the next
-one where a read fails. A block that a tier drops to make room is demoted to the tier behind it:
-read into a buffer, which verifies it, and stored from there.
+Stores go to the daemon's own tier; blocks are published to shared tiers. A load reads each block
+from the first tier that has it, and falls to the next one where a read fails.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from kvhearth.model import I64, U8
+from kvhearth.model import I64
 from kvhearth_server.tiers.base import (
-    ADDRESS_DTYPE,
     BlockSpec,
     Completion,
     Corrupt,
     Done,
     Evicted,
     Facts,
-    Failed,
     Identify,
     Kind,
     Known,
@@ -38,7 +33,6 @@ from kvhearth_server.tiers.base import (
     Missing,
     Offer,
     Outcome,
-    Refusal,
     StoreBatch,
     TenantUse,
     Throttled,
@@ -48,23 +42,12 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
-DEMOTION_BYTES = 32 << 20
-"""Size of the buffer through which blocks are demoted; a larger block is not demoted."""
-DEMOTION_S = 2.0
-"""Time after which a demotion that a busy tier keeps refusing is given up."""
-PAUSE_S = 10.0
-"""Time for which nothing is demoted after that: stores wait for the room."""
-_PAGE_BYTES = 4096
-_BUSY = frozenset({Refusal.QUEUE, Refusal.FULL})
-"""Reasons for refusing a batch that is probably accepted in a moment."""
-
 
 @dataclass(eq=False)
 class _Load:
     """A load that parts of the chain work on.
 
     Attributes:
-        facts: facts that the caller knows.
         outcomes: outcome of each row as far as is known.
         corrupt: rows that some tier had wrong bytes of.
         read, parent_keys: facts and keys as read from shared tiers, None and empty for none.
@@ -74,7 +57,6 @@ class _Load:
 
     ticket: int
     batch: LoadBatch
-    facts: Facts
     outcomes: list[Outcome]
     ends_at: float
     corrupt: set[int] = field(default_factory=set)
@@ -84,45 +66,21 @@ class _Load:
     cancelled: bool = False
 
 
-@dataclass(eq=False)
-class _Demotion:
-    """Blocks on their way from tier ``upper`` to the next one: a load, later a store.
-
-    ``facts`` (n,) are the upper tier's. ``running``: a tier has the batch now; ``stuck``: its
-    device holds on to it.
-    """
-
-    upper: int
-    batch: LoadBatch
-    facts: Facts
-    end: float
-    running: bool = False
-    stuck: bool = False
-
-
 class TierChain(Tier):
     """Several tiers as one.
 
     Args:
-        tiers: one or more, cheapest first, shared ones last; ``close`` closes them.
-        region: number of the region of ``DEMOTION_BYTES`` through which blocks are demoted.
-        is_current: tells whether a lookup could still name the blocks of a family; blocks of other
-            families are not demoted.
+        tiers: at most one that is not shared, which comes first, and shared ones; ``close`` closes
+            them.
         clock: monotonic seconds.
     """
 
     name = "chain"
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        region: int,
-        is_current: Callable[[BlockSpec], bool],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers = list(tiers)
         self._local_count = sum(not tier.shared for tier in tiers)
-        self._region, self._is_current, self._clock = region, is_current, clock
+        self._clock = clock
         self.counts = self._tiers[0].counts
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._events = select.epoll()
@@ -137,11 +95,7 @@ class TierChain(Tier):
         self._loads: dict[int, _Load] = {}
         self._completions: list[Completion] = []
         self._evicted: list[Evicted] = []
-        self._offers: deque[tuple[Offer, Iterator[_Demotion]]] = deque()
         self._leaving: list[Offer] = []
-        self._demotion: _Demotion | None = None
-        self._demotions = 0
-        self._open_at = 0.0
 
     @property
     def batch_blocks_max(self) -> int:
@@ -219,10 +173,9 @@ class TierChain(Tier):
         return ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
-        facts = self.look_up(batch.family, batch.keys)
         ends_at = self._clock() + batch.wait_s
         missing: list[Outcome] = [Missing()] * len(batch.keys)
-        load = _Load(self._new_ticket(), batch, facts, missing, ends_at)
+        load = _Load(self._new_ticket(), batch, missing, ends_at)
         self._read(load, np.arange(len(batch.keys)), 0)
         if not load.reading:
             refused = next((each for each in load.outcomes if isinstance(each, Throttled)), None)
@@ -242,14 +195,8 @@ class TierChain(Tier):
         """Read rows from a tier; return those that it does not have or does not accept."""
         tier, batch = self._tiers[number], load.batch
         found = tier.look_up(batch.family, [batch.keys[row] for row in rows.tolist()])
-        # The caller knows one checksum of each block, and another copy may have other bytes.
-        if tier.shared:  # its checksums come with the bytes
-            same = found.present if found.asking is None else found.present | found.asking
-        else:
-            same = found.present & (found.checksums == load.facts.checksums[rows]).all(axis=1)
-            if number == 0 and self._local_count == len(self._tiers):
-                same |= ~load.facts.present[rows]  # the first tier answers for what none has
-        mine = rows[same]
+        there = found.present if found.asking is None else found.present | found.asking
+        mine = rows[there]
         if not len(mine):
             return rows
         keys = [batch.keys[row] for row in mine.tolist()]
@@ -263,7 +210,7 @@ class TierChain(Tier):
         self._expect(
             number, ticket, load.ticket, lambda done: self._was_read(number, load, mine, done)
         )
-        left: I64 = rows[~same]
+        left: I64 = rows[~there]
         return left
 
     def _was_read(self, number: int, load: _Load, rows: I64, done: Completion) -> None:
@@ -325,21 +272,13 @@ class TierChain(Tier):
         for number, tier in enumerate(self._tiers):
             for done in tier.poll():
                 self._ended[number, done.ticket](done)
-            for offer in tier.take_offers():
-                if number + 1 == self._local_count:
-                    # The tier drops them at its next step: a read that has begun by then ends.
-                    offer.settled = True
-                    self._leaving.append(offer)
-                    continue
-                self._offers.append((offer, self._demotions_of(number, offer)))
-        while self._demote():
-            pass
+            self._leaving += tier.take_offers()
         completions, self._completions = self._completions, []
         return completions
 
     def take_leaving(self) -> list[Offer]:
-        """Return the hot blocks that the last of the tiers that are not shared drops at the next
-        ``poll``; loads that begin before it can still read them.
+        """Return the hot blocks that the daemon's own tier drops at the next ``poll``; loads that
+        begin before it can still read them.
         """
         leaving, self._leaving = self._leaving, []
         return leaving
@@ -368,123 +307,13 @@ class TierChain(Tier):
     def _signal(self) -> None:
         os.eventfd_write(self._wake, 1)
 
-    # -- demotion ----------------------------------------------------------------------------------
-
-    def _demotions_of(self, upper: int, offer: Offer) -> Iterator[_Demotion]:
-        """Yield the offered blocks that the next tier lacks, as many at once as fit the buffer."""
-        family, tier = offer.family, self._tiers[upper]
-        if upper + 1 >= self._local_count or not self._is_current(family):
-            return
-        lower = self._tiers[upper + 1]
-        padded = -(-family.length // _PAGE_BYTES) * _PAGE_BYTES
-        count = min(
-            DEMOTION_BYTES // (padded * family.shards),
-            tier.batch_blocks_max,
-            lower.batch_blocks_max,
-            tier.queue_reads // (2 * family.shards),
-            lower.queue_writes // (2 * family.shards),
-        )
-        for start in range(0, len(offer.keys) if count else 0, max(1, count)):
-            if self._clock() < self._open_at:
-                return
-            keys = offer.keys[start : start + count]
-            wanted = tier.look_up(family, keys).present & ~lower.look_up(family, keys).present
-            keys = [keys[row] for row in np.flatnonzero(wanted).tolist()]
-            if keys:
-                places = np.zeros((len(keys), family.shards), ADDRESS_DTYPE)
-                places["region"] = self._region
-                places["offset"] = (np.arange(places.size) * padded).reshape(places.shape)
-                batch = LoadBatch(family, keys, places, is_use=False)
-                end = self._clock() + DEMOTION_S
-                yield _Demotion(upper, batch, tier.look_up(family, keys), end)
-
-    def _demote(self) -> bool:
-        """Take one step of demoting offered blocks, a batch at a time; false if none can be."""
-        demotion = self._demotion
-        if demotion is not None and not demotion.running:
-            return self._submit(demotion)
-        if not self._offers or (demotion is not None and not demotion.stuck):
-            return False
-        offer, demotions = self._offers[0]
-        if demotion is None:
-            self._demotion = next(demotions, None)
-        if self._demotion is demotion:  # none is left, or the buffer cannot be had
-            self._offers.popleft()
-            offer.settled = True
-            self._signal()  # the tier may go on
-        return True
-
-    def _submit(self, demotion: _Demotion) -> bool:
-        """Submit a demotion's next batch; false if the tier is busy."""
-        batch, upper = demotion.batch, demotion.upper
-        if isinstance(batch, StoreBatch):
-            number, ticket = upper + 1, self._tiers[upper + 1].submit_store(batch)
-        else:
-            number, ticket = upper, self._tiers[upper].submit_load(batch)
-        if isinstance(ticket, Throttled):
-            now = self._clock()
-            if ticket.reason in _BUSY and now < demotion.end:
-                return False
-            self._open_at = now + max(PAUSE_S, ticket.retry_after_s)
-            self._count(demotion, 0)
-            self._demotion = None
-            return True
-        demotion.running = True
-        self._expect(number, ticket, self._new_ticket(), self._demoted)
-        return True
-
-    def _demoted(self, done: Completion) -> None:
-        """Go on when a tier has ended a demotion's load or store."""
-        demotion = self._demotion
-        if demotion is None:
-            return
-        demotion.running, demotion.stuck = not done.final, not done.final
-        if not done.final:
-            return
-        good, batch = done.rows(Done), demotion.batch
-        if isinstance(batch, StoreBatch):
-            self._count(demotion, len(good))
-            self._demotions += 1
-            self._demotion = None
-            return
-        self._publish_removed(demotion.upper, batch, done)
-        if not len(good):
-            self._demotion = None
-            return
-        facts = demotion.facts
-        demotion.batch = StoreBatch(
-            batch.family,
-            [batch.keys[row] for row in good.tolist()],
-            batch.places[good],
-            np.ascontiguousarray(facts.checksums[good]),
-            facts.sequences[good],
-            facts.parents[good],
-        )
-
-    def _count(self, demotion: _Demotion, demoted: int) -> None:
-        counts = self._tiers[demotion.upper].counts
-        counts.add("demoted_blocks", demoted)
-        counts.add("demotions_refused", len(demotion.batch.keys) - demoted)
-
-    def _publish_removed(self, upper: int, batch: LoadBatch, done: Completion) -> None:
-        """Report blocks that the upper tier could not read and forgot."""
-        for outcome, rows in done.parts:
-            if not isinstance(outcome, Corrupt | Failed):
-                continue
-            keys = [batch.keys[row] for row in rows.tolist()]
-            gone = ~self._tiers[upper].look_up(batch.family, keys).present
-            lost = [key for key, away in zip(keys, gone.tolist(), strict=True) if away]
-            if lost:
-                cause = "checksum" if isinstance(outcome, Corrupt) else outcome.reason
-                self._evicted.append(
-                    Evicted(batch.family.namespace, batch.family.group, lost, cause)
-                )
-
     # -- lookup, removal ---------------------------------------------------------------------------
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
-        """Return the facts of blocks in the tiers that are not shared."""
-        return self._look_up(self._local_count, family, keys)
+        """Return the facts of blocks in the daemon's own tier."""
+        if not self._local_count:
+            return Facts.none(family, len(keys))
+        return self._tiers[0].look_up(family, keys)
 
     def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Return what the shared tiers know of a chain's blocks. They are asked in order, each
@@ -503,22 +332,6 @@ class TierChain(Tier):
                 asking = np.zeros(len(keys), np.bool_) if asking is None else asking
                 asking[rows] = found.asking
         return Known(present, asking)
-
-    def _look_up(self, count: int, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
-        """Return the facts of blocks in the first ``count`` tiers."""
-        if not count:
-            return Facts.none(family, len(keys))
-        facts = self._tiers[0].look_up(family, keys)
-        for tier in self._tiers[1:count]:
-            absent = np.flatnonzero(~facts.present)
-            if not len(absent):
-                break
-            found = tier.look_up(family, [keys[row] for row in absent.tolist()])
-            facts.present[absent] = found.present
-            facts.checksums[absent] = found.checksums
-            facts.sequences[absent] = found.sequences
-            facts.parents[absent] = found.parents
-        return facts
 
     def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
         """Take one step through all blocks, tier by tier: see ``Tier.walk``. A block that a cheaper
@@ -577,7 +390,7 @@ class TierChain(Tier):
 
     @property
     def progress(self) -> tuple[int, ...]:
-        return (self._demotions, *(step for tier in self._tiers for step in tier.progress))
+        return tuple(step for tier in self._tiers for step in tier.progress)
 
     @property
     def broken(self) -> str:
@@ -619,11 +432,6 @@ class TierChain(Tier):
         if not self._events.closed:
             self._events.close()
             os.close(self._wake)
-
-
-def demotion_region() -> U8:
-    """Return memory to demote through, ``DEMOTION_BYTES`` long and aligned to pages."""
-    return np.frombuffer(mmap.mmap(-1, DEMOTION_BYTES), np.uint8)
 
 
 def _note(outcomes: list[Outcome], rows: I64, outcome: Outcome) -> None:

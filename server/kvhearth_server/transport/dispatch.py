@@ -260,7 +260,7 @@ class Dispatcher:
                 request.lease_id,
                 go=request.prefetch,
                 found=found.groups,
-                asking=found.asking and request.knows_remote,
+                asking=found.asking,
             )
         if engine.accesses.on:
             again = request.prefetch and (bool(found.promotion_queue) or found.asking)
@@ -268,7 +268,7 @@ class Dispatcher:
                 caller.namespace, items, caller.session, again=again, age_us=request.age_us
             )
         for presence in found.groups:
-            add_presence(reply.groups, presence, knows_remote=request.knows_remote)
+            add_presence(reply.groups, presence)
         return reply
 
     def _marked(
@@ -475,7 +475,6 @@ class Dispatcher:
         found, promotion_queue, asking = engine.core.reading.presence(
             caller.session, request.epoch, items
         )
-        asking &= request.knows_remote
         eta_us = self._request_promotion(
             self._marked(promotion_queue, request), caller, 0, go=True, found=found, asking=asking
         )
@@ -488,7 +487,6 @@ class Dispatcher:
         await self._next_turn(caller)
         reading = self._engine.core.reading
         found, promotion_queue, asking = reading.presence(caller.session, request.epoch, items)
-        asking &= request.knows_remote
         eta_us = self._request_promotion(
             promotion_queue, caller, 0, go=False, found=found, asking=asking
         )
@@ -505,7 +503,7 @@ class Dispatcher:
     ) -> cache_pb2.PrefetchResponse:
         reply = cache_pb2.PrefetchResponse(boot_id=self._engine.boot_id, eta_us=eta_us)
         for one in found:
-            add_presence(reply.groups, one, knows_remote=request.knows_remote)
+            add_presence(reply.groups, one)
         return reply
 
     def _pin(self, request: cache_pb2.PinRequest, caller: CallContext) -> cache_pb2.PinResponse:

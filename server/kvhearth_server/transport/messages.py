@@ -277,12 +277,8 @@ def slots_items(groups: Sequence[types_pb2.GroupSlots], slots_max: int) -> list[
     return items
 
 
-def add_presence(groups: Any, one: Presence, *, knows_remote: bool = True) -> None:
-    """Add the answer for one group to a reply's ``groups``, in place: else it would be copied.
-
-    Args:
-        knows_remote: the client knows the tier REMOTE.
-    """
+def add_presence(groups: Any, one: Presence) -> None:
+    """Add the answer for one group to a reply's ``groups``, in place: else it would be copied."""
     if one.leased is one.present:  # every block is present and leased
         count = len(one.present)
         bits = ((1 << count) - 1).to_bytes((count + 7) // 8, "little")
@@ -299,16 +295,10 @@ def add_presence(groups: Any, one: Presence, *, knows_remote: bool = True) -> No
         group=one.kv_group,
         present=pack_bits(one.present),
         ready=pack_bits(one.ready),
-        tiers=(one.tiers if knows_remote else _known_tiers(one)).tobytes(),
+        tiers=one.tiers.tobytes(),
         leased=pack_bits(one.leased),
         extents=one.extents.tobytes(),
     )
-
-
-def _known_tiers(one: Presence) -> U8:
-    """Return the tiers for a client from before REMOTE: those blocks are on SSD for it."""
-    tiers = np.where(one.tiers == Tier.REMOTE, np.uint8(Tier.SSD) * one.present, one.tiers)
-    return tiers.astype(np.uint8)
 
 
 def add_present(groups: Any, kv_group: int, extent: bytes) -> None:

@@ -39,12 +39,6 @@ class CostLine:
         fixed, slope = self._line()
         return fixed + slope * tokens
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Rate without the fixed part; 0 while unknown."""
-        slope = self._line()[1]
-        return 1.0 / slope if slope > 0 else 0.0
-
     def _line(self) -> tuple[float, float]:
         if not self._x:
             return 0.0, 0.0

@@ -17,8 +17,6 @@ from kvhearth.url import DEFAULT_URL, parse_url
 URL_ENV = "KVHEARTH_URL"
 """Environment variable that supplies ``url`` if the options do not."""
 
-FORMER_NAMES = {"climb_wait_ms": "promotion_wait_ms", "stock_tokens": "pool_tokens"}
-"""Options by their former names, accepted for one release."""
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
 
@@ -101,7 +99,6 @@ def parse_settings(
         KVHearthError: ``config_invalid`` or ``bad_url``, naming the option and its valid values.
     """
     known = {item.name: item for item in dataclasses.fields(kind)}
-    given = _renamed(kind, given)
     for name, value in given.items():
         if name not in known:
             names = ", ".join(sorted(known))
@@ -122,14 +119,6 @@ def parse_settings(
             raise
         raise KVHearthError(error.reason, f"{URL_ENV}: {error.message}") from error
     return settings
-
-
-def _renamed(kind: type[Settings], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace former names of options."""
-    for old, new in FORMER_NAMES.items():
-        if old in given and new in given:
-            raise _bad(kind, f"{old} is the former name of {new}: give only {new}")
-    return {FORMER_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def _is(value: object, wanted: type) -> bool:

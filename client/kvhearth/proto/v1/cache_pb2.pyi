@@ -85,7 +85,6 @@ class LookupRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
-    KNOWS_REMOTE_FIELD_NUMBER: builtins.int
     WAIT_US_FIELD_NUMBER: builtins.int
     AGE_US_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
@@ -96,8 +95,6 @@ class LookupRequest(google.protobuf.message.Message):
     lease_id: builtins.int
     """Chosen by the client (random, not 0) so that it can release a lease whose answer was lost; 0 asks for none."""
     prefetch: builtins.bool
-    knows_remote: builtins.bool
-    """The client knows tier 3. Without this, such blocks are reported as tier 2 (SSD), and those that are asked about as absent."""
     wait_us: builtins.int
     """Microseconds for which the caller waits for blocks on slower tiers: later ones need not be loaded from a remote.
     0: it does not say.
@@ -119,14 +116,13 @@ class LookupRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         lease_id: builtins.int = ...,
         prefetch: builtins.bool = ...,
-        knows_remote: builtins.bool = ...,
         wait_us: builtins.int = ...,
         age_us: builtins.int = ...,
         traceparent: builtins.str = ...,
         portion: builtins.bool = ...,
         joins: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "joins", b"joins", "knows_remote", b"knows_remote", "lease_id", b"lease_id", "portion", b"portion", "prefetch", b"prefetch", "traceparent", b"traceparent", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "joins", b"joins", "lease_id", b"lease_id", "portion", b"portion", "prefetch", b"prefetch", "traceparent", b"traceparent", "wait_us", b"wait_us"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -435,11 +431,8 @@ class PrefetchRequest(google.protobuf.message.Message):
 
     GROUPS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
-    KNOWS_REMOTE_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    knows_remote: builtins.bool
-    """As in LookupRequest."""
     traceparent: builtins.str
     """As in LookupRequest."""
     @property
@@ -449,10 +442,9 @@ class PrefetchRequest(google.protobuf.message.Message):
         *,
         groups: collections.abc.Iterable[kvhearth.proto.v1.types_pb2.GroupKeys] | None = ...,
         epoch: builtins.int = ...,
-        knows_remote: builtins.bool = ...,
         traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "knows_remote", b"knows_remote", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "traceparent", b"traceparent"]) -> None: ...
 
 global___PrefetchRequest = PrefetchRequest
 

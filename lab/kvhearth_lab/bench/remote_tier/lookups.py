@@ -56,7 +56,7 @@ class _Side:
         microseconds.
         """
         keys = keys_of(self.seed if known else secrets.token_bytes(16), 0, _KEYS)
-        request = cache_pb2.LookupRequest(epoch=self.epoch, knows_remote=True)
+        request = cache_pb2.LookupRequest(epoch=self.epoch)
         request.groups.add(group=0, keys=b"".join(keys))
         start = time.perf_counter()
         reply = self.calls.call(LOOKUP, request, DEADLINE_S)

@@ -117,11 +117,9 @@ class Tiering:
 
     Args:
         core: the core whose offered blocks are written and whose promotion requests are loaded.
-        tiers: one or more, cheapest first, shared ones last: memory's blocks are written to the
-            first, unless it is shared, and what a tier drops is demoted to the next. Where several
-            are not shared, the region behind all others is theirs to demote through,
-            ``chain.DEMOTION_BYTES`` long. Blocks are published to shared tiers, also from the
-            region behind the arena's segments if these have one (``Tier.buffer_bytes``).
+        tiers: one or more, of which at most the first is not shared: memory's blocks are written to
+            it. Blocks are published to shared tiers, also from the region behind the arena's
+            segments if these have one (``Tier.buffer_bytes``).
         lineage: ID that the epochs belong to (docs/adr/0008); blocks stored under another lineage
             are never found.
         call: makes a call of the core and applies its actions.
@@ -148,9 +146,7 @@ class Tiering:
         self._shared: TierChain | None = None
         """The same if some of them are shared."""
         if self._several or tiers[0].shared:
-            region = len(core.state.table.geometry.segments)
-            buffers = int(tiers[-1].buffer_bytes > 0)
-            chain = TierChain(tiers, region + buffers, self._names.is_current)
+            chain = TierChain(tiers)
             chain.use_identities(self._names.identify)
             self.tier = chain
             if tiers[-1].shared:

@@ -33,7 +33,7 @@ class BlockNaming:
         self._numbers: dict[bytes, int] = {}
         self._names: dict[tuple[bytes, int], bytes] = {}
         self._numbered = -1
-        """Version of the namespaces for which ``is_current`` knows all names."""
+        """Version of the namespaces whose names are all known."""
 
     def family(self, namespace: Namespace, kv_group: int, epoch: int | None = None) -> BlockSpec:
         """Return the tier's name for the blocks of a KV group, by default of the current epoch."""
@@ -89,13 +89,6 @@ class BlockNaming:
         if found is None or found.label is None or found.epoch != family.epoch:
             return None
         return Identity(found.tenant, found.contract_json, found.label)
-
-    def is_current(self, family: BlockSpec) -> bool:
-        """Whether a lookup could name blocks of a tier's family now."""
-        found = self._found(family.namespace)
-        if found is None or family.group >= len(found.contract.groups):
-            return False
-        return self.family(found, family.group) == family
 
     def _number_all(self) -> None:
         self._numbers = {self.name(each): each.number for each in self._core.state.namespaces}

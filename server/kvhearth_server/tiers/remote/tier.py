@@ -192,11 +192,6 @@ class RemoteTier(Tier):
         return BATCH_BLOCKS_MAX
 
     @property
-    def asking_s(self) -> float:
-        """Estimate of the seconds until a lookup that asks now has its answer."""
-        return self._round_trip_s * 2
-
-    @property
     def serving(self) -> bool:
         """Whether requests are sent to the remote."""
         return self._is_up and not (self.breaker.is_open or self._draining)

@@ -55,7 +55,6 @@ class RemoteUrl:
         virtual_hosts: whether the bucket is a part of the host's name.
         protocol: ``tcp`` or ``rdma``.
         device: RDMA device.
-        direct: whether the remote's library reaches into the arena, without staging.
         insecure: whether plain text to other hosts is accepted.
     """
 
@@ -76,7 +75,6 @@ class RemoteUrl:
     virtual_hosts: bool = False
     protocol: str = "tcp"
     device: str = ""
-    direct: bool = False
     insecure: bool = False
     text: str = field(default="", compare=False)
 
@@ -137,7 +135,7 @@ def _endpoint(name: str, value: str) -> str:
 _READERS: dict[str, Callable[[str, str], object]] = {
     **dict.fromkeys(("region", "account", "user", "device"), _text),
     **dict.fromkeys(("secret_file", "ca", "cert", "key"), _path),
-    **dict.fromkeys(("cluster", "virtual_hosts", "direct", "insecure"), _yes),
+    **dict.fromkeys(("cluster", "virtual_hosts", "insecure"), _yes),
     "endpoint": _endpoint,
     "ttl": _duration,
     "protocol": _protocol,
@@ -151,7 +149,7 @@ _OPTIONS = {
     "file": (),
     "valkey": _SERVERS,
     "valkeys": (*_SERVERS, "ca", "cert", "key"),
-    "mooncake": ("protocol", "device", "direct", "insecure"),
+    "mooncake": ("protocol", "device", "insecure"),
 }
 
 
@@ -294,5 +292,3 @@ def _check(url: RemoteUrl) -> None:
         raise _bad("one Mooncake master is named; remove the others")
     if url.scheme == "az" and not (url.account or url.endpoint):
         raise _bad(f"az:// needs account=NAME; write {_EXAMPLES['az']}")
-    if url.direct and url.protocol != "rdma":
-        raise _bad("direct=yes needs protocol=rdma: over TCP bytes pass through staging anyway")

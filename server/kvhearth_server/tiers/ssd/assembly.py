@@ -80,7 +80,6 @@ def build(
     on_progress: Progress | None,
     *,
     offers: bool,
-    only_hot: bool = False,
 ) -> TierComponents:
     """Open the directories, start the threads, begin to read the log back.
 
@@ -103,7 +102,7 @@ def build(
     index = SsdIndex()
     log = Log(log_dirs, executor, counts, settings=settings, clock=clock)
     pages = HeaderPages(settings.queue_writes + REINSERT_PAGES)
-    reclaimer = Reclaimer(index, log, counts, clock, offers=offers, only_hot=only_hot)
+    reclaimer = Reclaimer(index, log, counts, clock, offers=offers)
     every_region = [*regions, reclaimer.buffer.bytes]
     parts = (index, log, executor, pages)
     transfers = Transfers(every_region, parts, settings, counts, clock)

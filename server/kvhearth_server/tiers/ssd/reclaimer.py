@@ -5,14 +5,14 @@ Each directory has one victim at a time. Its hot blocks (loaded since they were 
 a buffer of the tier, which verifies them, and stored again; all others are evicted. Segments have
 blocks of several tenants: blocks that would take a tenant below its floor are carried, too, and the
 victim is chosen where least has to be carried and tenants far over their floors lose most. If there
-is a tier behind this one, they are first offered to it. The segment is reused only when nothing
-reads it any more.
+are shared tiers behind this one, the hot blocks are first offered to them. The segment is reused
+only when nothing reads it any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,9 +54,6 @@ KEEP_SHARE_MAX = 0.5
 
 REINSERT_PAGES = 64
 """Header pages kept for carried blocks."""
-
-OFFER_S = 2.0
-"""Time that the tier behind has to take what it was offered. New stores wait for the segment."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +134,8 @@ def family_of(index: SsdIndex, name: Records) -> BlockSpec:
 class _Work:
     """A victim, and its chunks that are yet to be carried.
 
-    ``waiting`` stores a chunk that was read and waits for its place. ``offers`` were made last,
-    ``offered`` rows of the segment are behind them, and ``offers_end`` is the time at which the
-    tier stops waiting for them.
+    ``waiting`` stores a chunk that was read and waits for its place. ``offered`` rows of the
+    segment were offered.
     """
 
     segment: Segment
@@ -147,9 +143,7 @@ class _Work:
     running: bool = False
     carried: bool = False
     waiting: Callable[[], bool] | None = None
-    offers: list[Offer] = field(default_factory=list)
     offered: int = 0
-    offers_end: float = 0.0
 
 
 class Reclaimer:
@@ -163,9 +157,8 @@ class Reclaimer:
         clock: Callable[[], float],
         *,
         offers: bool,
-        only_hot: bool = False,
     ) -> None:
-        """``offers``: whether a tier behind this one takes offers; ``only_hot``: of used blocks."""
+        """``offers``: whether shared tiers behind this one take offers."""
         self.buffer = Buffer(REINSERT_BYTES)
         self._index, self._log, self._counts = index, log, counts
         self._clock = clock
@@ -177,7 +170,6 @@ class Reclaimer:
         self._pages: HeaderPages | None = None
         self._region = 0
         self._new_offers: list[Offer] | None = [] if offers else None
-        self._only_hot = only_hot
         self._shares: TierShares | None = None
 
     def use(self, transfers: Transfers, pages: HeaderPages, region: int) -> None:
@@ -353,16 +345,13 @@ class Reclaimer:
         return new
 
     def _offered(self, work: _Work, new: list[Offer]) -> bool:
-        """Offer the victim's next blocks, as many as are carried at once; true once none is left to
-        wait for.
+        """Offer the victim's next used blocks, as many as are carried at once; true once none is
+        left. What was offered in one step may be dropped in the next.
 
         A tier that drains drops nothing: the next run finds the blocks in the segment.
         """
         if self._log.draining:
             return False
-        now = self._clock()
-        if any(not each.settled for each in work.offers):
-            return now >= work.offers_end
         table = self._index.segments.get(work.segment.number)
         while table is not None and work.offered < len(table):
             end = work.offered + _FORGET_BLOCKS
@@ -370,14 +359,11 @@ class Reclaimer:
             size = np.cumsum(disk_pages(table.rows[heads])) * PAGE_BYTES
             fit = max(1, int(np.count_nonzero(size <= REINSERT_BYTES)))
             work.offered = int(heads[fit]) if fit < len(heads) else end
-            if self._only_hot:
-                heads = heads[:fit][table.rows["hits"][heads[:fit]] > 0]
+            hot = heads[:fit][table.rows["hits"][heads[:fit]] > 0]
             found: dict[BlockSpec, list[bytes]] = {}
-            self._index.gather(table, heads[:fit], found)
-            work.offers = [Offer(family, keys) for family, keys in found.items()]
-            if work.offers:
-                work.offers_end = now + OFFER_S
-                new += work.offers
+            self._index.gather(table, hot, found)
+            new += [Offer(family, keys) for family, keys in found.items()]
+            if found:
                 return False
         return True
 

@@ -114,8 +114,7 @@ class SsdTier(Tier):
         admission: policy that selects the blocks worth a write; all blocks by default.
         on_progress: called while the log is read back.
         environment: files, clock and disk queue; the machine's own by default.
-        offers: offer blocks to a tier behind this one before they are dropped to make room.
-        only_hot: offer only blocks that were used.
+        offers: offer used blocks to shared tiers before they are dropped to make room.
 
     Raises:
         DirectoryError: no directory can be used.
@@ -133,12 +132,9 @@ class SsdTier(Tier):
         on_progress: Progress | None = None,
         environment: Environment | None = None,
         offers: bool = False,
-        only_hot: bool = False,
     ) -> None:
         environment = environment or Environment()
-        self.parts = build(
-            settings, regions, environment, on_progress, offers=offers, only_hot=only_hot
-        )
+        self.parts = build(settings, regions, environment, on_progress, offers=offers)
         self.settings = settings
         self.counts = self.parts.counts
         self.event_fd = self.parts.executor.event_fd

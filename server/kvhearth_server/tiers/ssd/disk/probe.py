@@ -64,11 +64,6 @@ def probe(name: str, depth: int = _PROBE_DEPTH) -> ProbeResult:
         queue.close()
 
 
-def probe_all() -> list[ProbeResult]:
-    """Probe all interfaces, best first."""
-    return [probe(name) for name in NAMES]
-
-
 def choose(
     wanted: str = "auto",
     depth: int = _PROBE_DEPTH,

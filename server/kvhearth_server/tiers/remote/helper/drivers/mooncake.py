@@ -56,10 +56,6 @@ class MooncakeDriver:
                 f"{url.place}: this host has no RDMA device ({_RDMA_DEVICES} is empty); use "
                 "protocol=tcp, or load the device's driver and pass it to the container"
             )
-        if url.direct:
-            raise Refused(
-                f"{url.place}: direct=yes is not there yet; remove it: bytes pass through staging"
-            )
         self.caps = Caps(_VALUE_BYTES_MAX, evicts=True, durable=False, creates_once=False)
         self.requests: Counter[str] = Counter()
         self._complaints = Complaints()
