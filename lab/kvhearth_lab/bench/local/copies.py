@@ -13,10 +13,12 @@ from functools import partial
 import numpy as np
 
 from kvhearth.client import KVClient
+from kvhearth.copiers.base import Done
 from kvhearth.copiers.host import HostCopier
+from kvhearth.errors import KVHearthError
 from kvhearth.model import I64, U8
 from kvhearth.page_layout import PagedKV
-from kvhearth.results import CommitGroup
+from kvhearth.results import CommitGroup, LookupResult
 from kvhearth.session.arena import ArenaMapping
 from kvhearth.transfer import ReservationPool
 from kvhearth.transports.base import CacheTransport
@@ -122,7 +124,7 @@ class Bench:
         seconds = time.perf_counter() - start
         self.client.release(found.lease)
         if len(done.ok) != BATCH or not done.ok.all():
-            raise broken(f"a load failed: {found.reason or found.lease_short or done.reasons}")
+            raise _not_loaded(found, done)
         return seconds
 
     def store_one(self, slot_pool: ReservationPool, copier: HostCopier, index: int) -> float:
@@ -156,8 +158,18 @@ class Bench:
         seconds = time.perf_counter() - start
         self.client.release(found.lease)
         if not len(done.ok) or not done.ok.all():
-            raise broken(f"a load failed: {found.reason or found.lease_short or done.reasons}")
+            raise _not_loaded(found, done)
         return seconds
+
+
+def _not_loaded(found: LookupResult, done: Done) -> KVHearthError:
+    """Return the error for a load that did not bring every block."""
+    group = found.groups[0]
+    counted = (
+        f"of {len(group.present)} blocks {group.present.sum()} there, {group.ready.sum()} ready"
+    )
+    why = found.reason or found.lease_short or done.reasons or counted
+    return broken(f"a load failed: {why}")
 
 
 @contextlib.contextmanager
