@@ -236,7 +236,7 @@ def test_an_image_with_remotes_serves_one() -> None:
                 if os.geteuid() == 0:
                     flags += ["--allow-uids", str(OVERFLOW_UID)]
                 jailed.start(*flags, "--remote-fleet-key-file", key, "--http", "off")
-                marked = arena / "fleet-1"
+                marked = arena / "fleet-2"
                 until(marked.exists, "the helper has probed the remote", 20)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
