@@ -28,7 +28,6 @@ from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits
-from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.populating import populate
@@ -215,7 +214,6 @@ def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Eng
     counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
     engine.turns.watch(asyncio.get_running_loop())
-    engine.accesses = Accesses(engine, settings.curve_keys)
     engine.trace_with(_open_tracer(settings))
     if settings.shared_index:
         engine.share_index()
@@ -399,7 +397,7 @@ def _spawn(
         if isinstance(tier, SsdTier):
             supervisor.spawn("recovery", partial(follow_recovery, tier))
     supervisor.spawn("populate", partial(populate, engine))
-    supervisor.spawn("accesses", engine.accesses.run)
+    supervisor.spawn("miss_ratios", engine.miss_ratios.run)
     if settings.scrub_rate:
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:

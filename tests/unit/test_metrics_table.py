@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 import kvhearth_server
 from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
-from kvhearth_server.engine.accesses import Curve, HitRatio
+from kvhearth_server.engine.miss_ratio import Curve, HitRatio
 from kvhearth_server.engine.namespace_series import NamespaceNow
 from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, ShareNow, Snapshot, SsdNow
 from kvhearth_server.observability.counters import (
@@ -143,7 +143,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "engines": [EngineNow("e", "t", leases=48, heartbeat_age_s=4.5)],
         "shares": [ShareNow("t", "sessions", 42, 43, 44, 45, 46)],
         "curves": [
-            Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], [], []),
+            Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], []),
         ],
         "remotes": [a_remote()],
     }

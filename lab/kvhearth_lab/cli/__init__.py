@@ -47,13 +47,6 @@ def add_hostile(app: typer.Typer) -> None:
     app.command("hostile", epilog=hostile.EPILOG)(hostile.hostile)
 
 
-def add_replay(app: typer.Typer) -> None:
-    """Add ``kvhearth trace replay``."""
-    from kvhearth_lab.cli import replay
-
-    app.command("replay", epilog=replay.EPILOG)(replay.replay)
-
-
 @contextlib.contextmanager
 def cleaned_up() -> Iterator[None]:
     """Make SIGTERM and SIGHUP end the block like an exception, so that nothing is left behind.

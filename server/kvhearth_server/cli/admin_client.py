@@ -136,11 +136,6 @@ class AdminClient:
         """Make the daemon read its settings again."""
         return self._ask(admin_pb2.ReloadSettingsRequest(), admin_pb2.ReloadSettingsResponse)
 
-    def record_trace(self, recording: int, *, end: bool = False) -> admin_pb2.RecordTraceResponse:
-        """Begin a recording (0), or return what it took down since the last call."""
-        request = admin_pb2.RecordTraceRequest(recording=recording, end=end)
-        return self._ask(request, admin_pb2.RecordTraceResponse)
-
     def namespace(self, name: str) -> admin_pb2.NamespaceInfo:
         """Return the namespace whose hex digest starts with ``name``.
 

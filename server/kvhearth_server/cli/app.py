@@ -52,9 +52,6 @@ VERBS_GROUP = "kvhearth.verbs"
 """Entry points that add a verb to the command: functions of the ``typer.Typer``."""
 LAB_VERBS = ("bench", "hostile", "torture")
 """Verbs of the distribution ``kvhearth-lab``."""
-TRACE_VERBS_GROUP = "kvhearth.trace_verbs"
-"""Entry points that add a verb to ``kvhearth trace``."""
-LAB_TRACE_VERBS = ("replay",)
 
 SERVER_EXTRA = frozenset(
     {
@@ -93,6 +90,7 @@ def build() -> typer.Typer:
         panels,
         serve,
         show,
+        sizing,
         stats,
         tokens,
         top,
@@ -126,7 +124,7 @@ def build() -> typer.Typer:
     identities.command("new", epilog=tokens.NEW_EPILOG)(tokens.new)
     identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
     app.add_typer(identities, name="token")
-    _add_traces(app)
+    app.command("size", epilog=sizing.EPILOG)(sizing.sized)
     _add_remotes(app)
     app.command("doctor", cls=panels.PanelCommand, epilog=doctor.EPILOG)(doctor.doctor)
     app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
@@ -141,7 +139,7 @@ def build() -> typer.Typer:
     app.command("evict", epilog=admin.EVICT_EPILOG)(admin.evict)
     app.command("forget", epilog=admin.FORGET_EPILOG)(admin.forget)
     app.command("drain", epilog=admin.DRAIN_EPILOG)(admin.drain)
-    _add_verbs(app, VERBS_GROUP, LAB_VERBS)
+    _add_verbs(app)
     app.command("version", epilog=show.VERSION_EPILOG)(show.version)
     return app
 
@@ -163,49 +161,24 @@ def _add_remotes(app: typer.Typer) -> None:
     app.add_typer(remotes, name="remote")
 
 
-def _add_traces(app: typer.Typer) -> None:
-    """Add ``kvhearth size``, and ``kvhearth trace`` with its verbs."""
-    import typer
-
-    from kvhearth_server.cli import sizing, traces
-
-    app.command("size", epilog=sizing.EPILOG)(sizing.sized)
-
-    group = typer.Typer(
-        help="Record what engines ask for; replay and simulate it.",
-        epilog=traces.EPILOG,
-        no_args_is_help=True,
-    )
-    group.command("record", epilog=traces.RECORD_EPILOG)(traces.record)
-    group.command("simulate", epilog=traces.SIMULATE_EPILOG)(traces.simulated)
-    _add_verbs(group, TRACE_VERBS_GROUP, LAB_TRACE_VERBS, "trace ")
-    app.add_typer(group, name="trace")
-
-
-def _add_verbs(app: typer.Typer, group: str, usual: Sequence[str], before: str = "") -> None:
-    """Add the verbs of other distributions; a missing one of the lab's says what to install.
-
-    Args:
-        group: entry points of the verbs.
-        usual: names of the lab's.
-        before: words of the command before the verbs.
-    """
+def _add_verbs(app: typer.Typer) -> None:
+    """Add the verbs of other distributions; a missing one of the lab's says what to install."""
     from importlib import metadata
 
-    found = {each.name: each for each in metadata.entry_points(group=group)}
-    for name in sorted({*found, *usual}):
+    found = {each.name: each for each in metadata.entry_points(group=VERBS_GROUP)}
+    for name in sorted({*found, *LAB_VERBS}):
         if name in found:
             found[name].load()(app)
         else:
-            _add_missing(app, name, before)
+            _add_missing(app, name)
 
 
-def _add_missing(app: typer.Typer, name: str, before: str) -> None:
+def _add_missing(app: typer.Typer, name: str) -> None:
     """Add a hidden verb that takes any words and says what to install."""
     from kvhearth.errors import KVHearthError, Reason
 
     def missing() -> None:
-        message = f"kvhearth {before}{name} needs the lab: pip install 'kvhearth[lab]'"
+        message = f"kvhearth {name} needs the lab: pip install 'kvhearth[lab]'"
         raise KVHearthError(Reason.CONFIG_INVALID, message)
 
     loose = {"ignore_unknown_options": True, "allow_extra_args": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -24,15 +23,11 @@ from kvhearth_server.cli.output import (
     table,
 )
 
-EPILOG = "Example: kvhearth mrc --plot; kvhearth mrc --json | jq '.curves[0].memory'"
+EPILOG = "Example: kvhearth mrc; kvhearth mrc --json | jq '.curves[0].memory'"
 FEW_KEYS = 10_000
 """Keys looked up below which the curve says little."""
 GAIN_LEAST = 0.02
 """Rise of the hit ratio from which more memory is recommended."""
-PLOT_ROWS, PLOT_COLUMNS = 12, 60
-
-Point = tuple[float, float]
-"""Bytes, and the hit ratio of that capacity."""
 
 
 def mrc(
@@ -40,13 +35,12 @@ def mrc(
     namespace: Annotated[
         str, typer.Option("--namespace", help="Only of namespaces that start with these digits.")
     ] = "",
-    plot: Annotated[bool, typer.Option("--plot", help="Draw the curve, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the hit ratio at 0.5, 1, 2 and 4 times the present memory and SSD.
 
     An estimate for the lookups of the last hour or so, as an LRU cache would
-    have served them, from a sample of the keys (SHARDS). Keys that nobody
+    have served them, from a sample of the keys (AET). Keys that nobody
     asked for before are misses at every size.
     """
     with AdminClient(socket_dir) as daemon:
@@ -64,16 +58,13 @@ def mrc(
     if as_json:
         say_json({"boot_id": found.boot_id, "curves": [plain(each) for each in curves]})
         return
-    if not found.curves:
-        note("the daemon keeps no curve: it was started with curve_keys 0")
-        return
     if not any(each.asked_keys for each in curves):
         note("nobody has looked anything up yet")
         return
-    _print(curves, plot=plot)
+    _print(curves)
 
 
-def _print(curves: Sequence[admin_pb2.MissRatioCurve], *, plot: bool) -> None:
+def _print(curves: Sequence[admin_pb2.MissRatioCurve]) -> None:
     out = console()
     for ssd in (False, True):
         rows = [(each, each.ssd if ssd else each.memory) for each in curves if each.asked_keys]
@@ -91,12 +82,7 @@ def _print(curves: Sequence[admin_pb2.MissRatioCurve], *, plot: bool) -> None:
         out.print(shown)
         out.print()
     for each in curves:
-        if each.points and each.asked_keys:
-            if plot:
-                lines = plot_lines([(p.bytes, p.hit_ratio) for p in each.points], each.memory_bytes)
-                out.print(f"tenant {each.tenant}: hit ratio by capacity")
-                out.print("\n".join(lines), markup=False)
-                out.print()
+        if each.namespace == "all" and each.asked_keys:
             typer.echo(verdict(each))
 
 
@@ -114,56 +100,3 @@ def verdict(curve: admin_pb2.MissRatioCurve) -> str:
         less = size(by_factor[0.5].bytes)
         return f"{about}; memory is ample: {less} would lose {100 * max(0.0, loss):.1f} points"
     return f"{about}; memory is enough: {more} would bring {100 * max(0.0, gain):.1f} points"
-
-
-def plot_lines(
-    points: Sequence[Point],
-    present_bytes: float,
-    marks: str = "*",
-    others: Sequence[Sequence[Point]] = (),
-) -> list[str]:
-    """Draw hit ratios over capacities (logarithmic) as lines of text.
-
-    Args:
-        points: in ascending order of bytes, at least one.
-        present_bytes: a capacity that is marked by a line; 0: none.
-        marks: a character for ``points``, and one for each of ``others``.
-        others: more curves.
-    """
-    curves = [points, *others]
-    low = math.log(min(curve[0][0] for curve in curves))
-    high = max(low + 1e-9, math.log(max(curve[-1][0] for curve in curves)))
-    grid = [[" "] * PLOT_COLUMNS for _ in range(PLOT_ROWS + 1)]
-
-    def column(size_bytes: float) -> int:
-        part = (math.log(max(size_bytes, 1)) - low) / (high - low)
-        return min(PLOT_COLUMNS - 1, max(0, round(part * (PLOT_COLUMNS - 1))))
-
-    if present_bytes:
-        for line in grid:
-            line[column(present_bytes)] = ":"
-    for mark, curve in reversed([*zip(marks, curves, strict=True)]):
-        for place in range(PLOT_COLUMNS):
-            at = math.exp(low + (high - low) * place / (PLOT_COLUMNS - 1))
-            grid[round((1 - _at(curve, at)) * PLOT_ROWS)][place] = mark
-    labels = {0: "100 %", PLOT_ROWS // 2: " 50 %", PLOT_ROWS: "  0 %"}
-    lines = [f"{labels.get(n, ''):>5} |{''.join(line).rstrip()}" for n, line in enumerate(grid)]
-    left, right = size(round(math.exp(low))), size(round(math.exp(high)))
-    lines.append(f"      +{'-' * PLOT_COLUMNS}")
-    lines.append(f"       {left}{right:>{PLOT_COLUMNS - len(left)}}")
-    if present_bytes:
-        lines.append(f"       : {size(round(present_bytes))}, the present memory")
-    return lines
-
-
-def _at(curve: Sequence[Point], size_bytes: float) -> float:
-    """Return the hit ratio of a capacity, between two points in a straight line."""
-    before = curve[0]
-    for point in curve:
-        if point[0] >= size_bytes:
-            if point[0] == before[0]:
-                return point[1]
-            part = (size_bytes - before[0]) / (point[0] - before[0])
-            return before[1] + part * (point[1] - before[1])
-        before = point
-    return before[1]

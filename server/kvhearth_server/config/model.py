@@ -288,13 +288,6 @@ class Settings(BaseSettings):
         description="Bytes per second that are verified in the background, for memory and for SSD "
         "each; 0: none.",
     )
-    curve_keys: int = Field(
-        8192,
-        ge=0,
-        le=1 << 20,
-        description="Number of keys tracked for each tenant to tell what more memory would bring "
-        "(kvhearth mrc); 300 bytes each. 0: none.",
-    )
     traces_endpoint: Annotated[str, Shown("URL", str)] = Field(
         "",
         pattern=r"^(https?://[^\s]+)?$",

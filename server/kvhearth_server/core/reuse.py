@@ -1,121 +1,55 @@
-"""Hit ratios of other capacities, from sampled reuse distances.
+"""Hit ratios of other capacities, from the reuse times of sampled keys.
 
-A key's reuse distance is the number of bytes of distinct blocks that were used since its last use.
-An LRU cache of at least that size would have served it. Sampling by a hash of the key keeps the
-distances' shape: SHARDS with a fixed sample size and its correction (Waldspurger et al., FAST
-2015). The sample rate falls as more keys are seen; an unsampled key costs its share of a few numpy
-calls and no memory.
-
-A chain's root counts as used after its leaf, because eviction takes a chain from its end.
+A key's reuse time is the bytes of blocks that were used since its last use. How often it is how
+long tells how long blocks stay in an LRU cache, and so which lookups find theirs (AET; Hu et al.,
+USENIX ATC 2016). Keys are sampled by a hash, half as many whenever there are too many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvhearth.model import I64
-from kvhearth.native import library
-from kvhearth.native.sample import KeySampler
 
-U64 = npt.NDArray[np.uint64]
 F64 = npt.NDArray[np.float64]
-
-CHUNK = 256
-"""References whose distances are computed at once: a comparison of each with each."""
-_PER_OCTAVE = 16
-_FIRST_OCTAVE, _OCTAVES = 12, 40
-_BUCKETS = _PER_OCTAVE * _OCTAVES
-"""Buckets of distances, 4.4 % apart, from 4 KiB to 4 PiB."""
-_WHOLE = 1 << 64
-_LEFT = 7 / 8
-"""Part of the largest sample that is left when the rate falls."""
-_EARLIER = np.tri(CHUNK, k=-1, dtype=np.bool_)
+OTHER, NAMED_MAX = "other", 16
+"""Row of the namespaces beyond the first ``NAMED_MAX``."""
+TRACKED_MAX, SAMPLED_MAX = 8192, 2048
+"""Bounds on sampled keys, and on the uses of them that are counted at once."""
+_FADE_S, _HALF_LIFE_S, _WHOLE, _ODD = 60.0, 3600.0, 1 << 64, np.uint64(0x9E3779B97F4A7C15)
+_EDGES: F64 = 2.0 ** (12 + np.arange(40 * 16) / 16)
+"""Reuse times that bound the buckets, 4.4 % apart from 4 KiB on; new keys are in the last one."""
 
 
 class Kind(NamedTuple):
-    """Kind of a use.
-
-    Attributes:
-        space: number that tells namespaces, groups and epochs apart.
-        row: row of the hit ratios that a lookup counts in; -1 for a store, which counts in none.
-        block_bytes: memory that a block takes.
+    """What uses have in common: ``space`` is a number below 2 ** 64 of namespace, epoch and group,
+    ``row`` names the hit ratios that lookups count in (stores: none), keys have 8 bytes or more.
     """
 
     space: int
-    row: int
+    row: str
     block_bytes: int
+    key_bytes: int
 
 
-Use = tuple[Kind, bytes]
-"""Use of some blocks of one KV group: its kind, and the keys side by side in chain order."""
+Use = tuple[float, Kind, bytes]
+"""Monotonic time in seconds, and keys side by side that were looked up or stored then."""
 
 
-@dataclass
-class Sampled:
-    """References of the sample, oldest first; arrays of shape (n,)."""
+class ReuseTimes:
+    """Reuse times of the blocks that share one memory."""
 
-    hashes: U64
-    names: U64
-    rows: I64
-    weights: F64
-
-    def __len__(self) -> int:
-        return len(self.hashes)
-
-    def at(self, places: slice | I64) -> Sampled:
-        """Return some of the references."""
-        return Sampled(
-            self.hashes[places], self.names[places], self.rows[places], self.weights[places]
-        )
-
-    @classmethod
-    def of(cls, parts: Sequence[Sampled]) -> Sampled:
-        """Return the references of several samples, at least one."""
-        return cls(
-            np.concatenate([part.hashes for part in parts]),
-            np.concatenate([part.names for part in parts]),
-            np.concatenate([part.rows for part in parts]),
-            np.concatenate([part.weights for part in parts]),
-        )
-
-
-class ReuseSampler:
-    """Reuse distances of the blocks that share one memory.
-
-    Args:
-        sample_max: most keys that are tracked, at least 2 * ``CHUNK``.
-        rows: number of rows of hit ratios.
-        seed: of the hash that samples keys.
-        limit_bytes: largest capacity of interest; older keys are dropped.
-    """
-
-    def __init__(
-        self, sample_max: int, rows: int, *, seed: int = 0, limit_bytes: float = float("inf")
-    ) -> None:
-        self.sample_max = max(sample_max, 2 * CHUNK)
-        self.limit_bytes = limit_bytes
-        self._factor = (2 * seed ^ 0x9E3779B97F4A7C15) & _WHOLE - 1 | 1
-        self._native = None if library() is None else KeySampler(self._factor)
-        self._threshold = _WHOLE
-        self.references = 0
-        """Sampled references so far."""
-        self.asked = np.zeros(rows)
-        """Keys looked up by row, sampled or not."""
-        self._new = np.zeros(rows)
-        self._hist = np.zeros((rows, _BUCKETS))
-        # A line of references in the order of time; only a key's last one weighs anything.
-        room = 2 * self.sample_max + 2 * CHUNK
-        self._line_hashes = np.zeros(room, np.uint64)
-        self._line_names = np.zeros(room, np.uint64)
-        self._weights = np.zeros(room)
-        self._live = np.zeros(room, np.bool_)
-        self._end = 0
-        self._last: dict[int, int] = {}
+    def __init__(self) -> None:
+        self._threshold, self._clock, self._faded_at = _WHOLE, 0, float("-inf")
+        self._last: dict[int, int] = {}  # by sampled key, the clock (bytes) at its last use
+        self.used: F64 = np.zeros(2 + len(_EDGES))
+        """Bytes used, and how many of them had which reuse time."""
+        self.rows: dict[str, F64] = {}
+        """The same in keys looked up, by ``Kind.row``."""
 
     def __len__(self) -> int:
         """Number of tracked keys."""
@@ -126,209 +60,89 @@ class ReuseSampler:
         """Part of all keys that is sampled, 0 to 1."""
         return self._threshold / _WHOLE
 
-    def sample(self, uses: Sequence[Use], key_bytes: int) -> Sampled:
-        """See ``sample_owned``, which also tells whose references they are."""
-        return self.sample_owned(uses, key_bytes)[0]
+    def add(self, uses: Sequence[Use], now: float, limit_bytes: Callable[[], int]) -> None:
+        """Count uses, the oldest first; forget keys that ``limit_bytes()`` would not have kept."""
+        if now - self._faded_at > _FADE_S:
+            self._fade(now)
+        for width in {kind.key_bytes for _, kind, _ in uses}:
+            self._count([use for use in uses if use[1].key_bytes == width], width)
+        if len(self._last) > TRACKED_MAX:
+            oldest = self._clock - float(np.interp(limit_bytes(), self._capacities(), _EDGES))
+            self._last = {name: at for name, at in self._last.items() if at >= oldest}
+        while len(self._last) > TRACKED_MAX:
+            self._threshold //= 2
+            self._last = {name: at for name, at in self._last.items() if name < self._threshold}
 
-    def sample_owned(self, uses: Sequence[Use], key_bytes: int) -> tuple[Sampled, I64]:
-        """Count the uses; return the references of sampled keys for ``add``, and the number of
-        each one's use, shape (n,).
+    def _count(self, uses: Sequence[Use], width: int) -> None:
+        """Count uses of keys of one width."""
+        counts = [len(keys) // width for _, _, keys in uses]
+        names, ends = self._sampled(uses, counts, width)
+        last, clock, start = self._last, self._clock, 0
+        times, sizes = list[float](), list[int]()
+        asked, spans = dict[str, int](), dict[str, list[slice]]()
+        for (_, (_, row, size, _), _), count, end in zip(uses, counts, ends, strict=True):
+            clock += count * size
+            if row:
+                asked[row] = asked.get(row, 0) + count
+            if start < end:
+                some = names[start:end]
+                times += [clock - last.get(name, -_WHOLE) for name in some]
+                sizes += [size] * len(some)
+                last.update(dict.fromkeys(some, clock))
+                spans.setdefault(row, []).append(slice(start, end))
+                start = end
+        buckets = 1 + np.searchsorted(_EDGES, np.array(times, np.float64), side="right")
+        self._add(self.used, clock - self._clock, buckets, np.array(sizes, np.float64))
+        self._clock = clock
+        for row, count in asked.items():
+            known = row in self.rows or len(self.rows) < NAMED_MAX
+            into = self.rows.setdefault(row if known else OTHER, np.zeros_like(self.used))
+            found = [buckets[span] for span in spans.get(row, ())]
+            self._add(into, count, np.concatenate(found) if found else buckets[:0])
 
-        Args:
-            uses: oldest first, at least one.
-            key_bytes: bytes of each key of all uses, at least 8.
-        """
-        blobs = [blob for _, blob in uses]
-        self._count(uses, key_bytes)
-        if self._native is None:
-            hashes, owners = self._drawn(blobs, key_bytes)
-        else:
-            hashes, owners = self._native.find(blobs, key_bytes)
-        if not len(hashes):
-            return NOTHING, owners
-        kinds = [uses[use][0] for use in owners.tolist()]
-        found = Sampled(
-            hashes,
-            hashes ^ np.array([kind.space & _WHOLE - 1 for kind in kinds], np.uint64),
-            np.array([kind.row for kind in kinds], np.int64),
-            np.array([kind.block_bytes for kind in kinds], np.float64),
+    def _add(self, row: F64, total: int, buckets: I64, weights: F64 | None = None) -> None:
+        row[0] += total
+        row += np.bincount(buckets, weights, len(row)) / self.rate
+
+    def _sampled(
+        self, uses: Sequence[Use], counts: Sequence[int], width: int
+    ) -> tuple[list[int], list[int]]:
+        """Return the hashes of the sampled keys, and where those of each use end."""
+        blob = b"".join([keys for _, _, keys in uses])
+        first, last = (
+            np.ndarray(len(blob) // width, "<u8", blob, at, (width,)) for at in (0, width - 8)
         )
-        return found, owners
+        spaces = np.array([kind.space for _, kind, _ in uses], np.uint64)
+        hashes = ((first + last) ^ np.repeat(spaces, counts)) * _ODD
+        chosen = np.flatnonzero(hashes <= np.uint64(self._threshold - 1))
+        while len(chosen) > SAMPLED_MAX:
+            self._threshold //= 2
+            chosen = chosen[hashes[chosen] < np.uint64(self._threshold)]
+        return hashes[chosen].tolist(), np.searchsorted(chosen, np.cumsum(counts)).tolist()
 
-    def _drawn(self, blobs: list[bytes], key_bytes: int) -> tuple[U64, I64]:
-        """Find the sampled keys like ``KeySampler.find``, without the native module."""
-        # From the last use's root back to the first one's: read from its end, each chain's leaf
-        # comes first.
-        blob = b"".join(reversed(blobs))
-        hashes = _hashes(blob, key_bytes, np.uint64(self._factor))
-        if self._threshold < _WHOLE:
-            places = np.flatnonzero(hashes < np.uint64(self._threshold))[::-1]
-        else:
-            places = np.arange(len(hashes))[::-1]
-        at = (len(hashes) - 1 - places) * key_bytes
-        ends = np.cumsum(np.array([len(blob) for blob in blobs], np.int64))
-        return hashes[places], np.searchsorted(ends, at, side="right")
+    def _fade(self, now: float) -> None:
+        """Count older uses less; sample more keys again if few are tracked."""
+        factor, self._faded_at = 0.5 ** ((now - self._faded_at) / _HALF_LIFE_S), now
+        self.used *= factor
+        self.rows = {name: row * factor for name, row in self.rows.items() if row[0] > 1}
+        if len(self._last) < TRACKED_MAX // 4:
+            self._threshold = min(_WHOLE, 2 * self._threshold)
 
-    def _kept(self, some: Sampled) -> Sampled:
-        """Return the references that are still sampled: the rate may have fallen since."""
-        if self._threshold == _WHOLE:
-            return some
-        kept = some.hashes < np.uint64(self._threshold)
-        if kept.all():
-            return some
-        return some.at(np.flatnonzero(kept))
+    def _capacities(self) -> F64:
+        """Return the bytes of LRU caches that keep blocks for each of the reuse times."""
+        alive = 1 - _below(self.used)
+        steps = np.diff(_EDGES) * (alive[1:] + alive[:-1]) / 2
+        return np.cumsum(np.concatenate((_EDGES[:1], steps)))
 
-    def _count(self, uses: Sequence[Use], key_bytes: int) -> None:
-        sizes: dict[int, int] = {}
-        for kind, blob in uses:
-            sizes[kind.row] = sizes.get(kind.row, 0) + len(blob)
-        for row, size in sizes.items():
-            if row >= 0:
-                self.asked[row] += size // key_bytes
-
-    def add(self, some: Sampled) -> None:
-        """Add up to ``CHUNK`` references that ``sample`` returned; fewer cost nearly as much."""
-        some = self._kept(some)
-        if not len(some):
-            return
-        self.references += len(some)
-        before = self._enter(some)
-        distances = self._distances(before, some.weights)
-        self._note(some, before, distances)
-        base, end = self._end, self._end + len(some)
-        self._line_hashes[base:end] = some.hashes
-        self._line_names[base:end] = some.names
-        self._weights[base:end] = some.weights
-        self._live[base:end] = True
-        again = before[before >= 0]
-        self._weights[again] = 0
-        self._live[again] = False
-        self._end = end
-        if len(self._last) > self.sample_max:
-            self._compact()
-            self.lower_rate(int(_LEFT * self.sample_max))
-        elif self._end + CHUNK > len(self._live):
-            self._compact()
-
-    def _enter(self, some: Sampled) -> I64:
-        """Make these references their keys' last ones; return the place of each one's previous
-        reference, or -1.
-        """
-        last, before = self._last, list[int]()
-        for place, name in enumerate(some.names.tolist(), self._end):
-            before.append(last.get(name, -1))
-            last[name] = place
-        return np.array(before, np.int64)
-
-    def _distances(self, before: I64, weights: F64) -> F64:
-        """Bytes of the sample used since each previous reference, the block's own included."""
-        count, end = len(before), self._end
-        passed = np.empty(end + count)
-        np.cumsum(self._weights[:end], out=passed[:end])
-        total = passed[end - 1] if end else 0.0
-        passed[end:] = total + np.cumsum(weights)
-        # Between two references of a key, another one is new to that time if its own previous one
-        # lies before it.
-        new = before <= before[:, None]
-        new &= _EARLIER[:count, :count]
-        between: F64 = new.astype(np.float64) @ weights
-        between += total - passed[before] + weights
-        return between
-
-    def _note(self, some: Sampled, before: I64, distances: F64) -> None:
-        counted = some.rows >= 0
-        seen = counted & (before >= 0)
-        each = _WHOLE / self._threshold
-        np.add.at(self._new, some.rows[counted & ~seen], each)
-        octaves = np.log2(np.maximum(distances[seen] * each, 1.0)) - _FIRST_OCTAVE
-        buckets = np.clip(octaves * _PER_OCTAVE, 0, _BUCKETS - 1).astype(np.int64)
-        np.add.at(self._hist, (some.rows[seen], buckets), each)
-
-    def lower_rate(self, keys_max: int) -> None:
-        """Lower the sample rate until at most ``keys_max`` of the present keys are sampled."""
-        hashes = self._line_hashes[: self._end][self._live[: self._end]]
-        if len(hashes) > keys_max:
-            self._threshold = max(1, int(np.partition(hashes, keys_max)[keys_max]))
-            if self._native is not None:
-                self._native.use(self._threshold)
-            self._compact()
-
-    def _compact(self) -> None:
-        """Keep the last references of keys that are still sampled and not too old."""
-        end = self._end
-        kept = self._live[:end].copy()
-        if self._threshold < _WHOLE:
-            kept &= self._line_hashes[:end] < np.uint64(self._threshold)
-        weights = np.where(kept, self._weights[:end], 0)
-        kept &= np.cumsum(weights[::-1])[::-1] <= self.limit_bytes * self.rate
-        places = np.flatnonzero(kept)
-        count = len(places)
-        for line in (self._line_hashes, self._line_names, self._weights):
-            line[:count] = line[places]
-        self._live[:count], self._live[count:] = True, False
-        self._weights[count:] = 0
-        self._end = count
-        self._last = dict(zip(self._line_names[:count].tolist(), range(count), strict=True))
-
-    def decay(self, factor: float) -> None:
-        """Multiply all counts, so that older lookups count less."""
-        self.asked *= factor
-        self._new *= factor
-        self._hist *= factor
-
-    def clear(self, row: int) -> None:
-        """Forget the counts of a row."""
-        self.asked[row] = self._new[row] = 0
-        self._hist[row] = 0
-
-    def hit_ratios(self, rows: int | slice | list[int], capacities: Sequence[float]) -> F64:
-        """Hit ratios that LRU caches of these capacities (bytes) would have had, shape (n,).
-
-        They are those of the rows' lookups together; 0 before the first lookup.
-        """
-        rows = [rows] if isinstance(rows, int) else rows
-        hist = self._hist[rows].sum(axis=0)
-        asked = float(self.asked[rows].sum())
-        if asked <= 0:
-            return np.zeros(len(capacities))
-        # Hot keys are in the sample or not. The difference that makes has small distances.
-        missing = asked - hist.sum() - float(self._new[rows].sum())
-        below = np.concatenate(([0.0], np.cumsum(hist))) + missing
-        octaves = np.log2(np.maximum(np.asarray(capacities, np.float64), 1.0)) - _FIRST_OCTAVE
-        places = np.clip(octaves * _PER_OCTAVE, 0, _BUCKETS)
-        hits = np.interp(places, np.arange(_BUCKETS + 1), below)
-        return np.clip(np.where(np.asarray(capacities) > 0, hits, 0.0) / asked, 0.0, 1.0)
+    def hit_ratios(self, row: F64, sizes: Sequence[int]) -> list[float]:
+        """Return the hit ratios of a row's lookups, had the caches had ``sizes`` bytes."""
+        return np.interp(sizes, self._capacities(), _below(row)).tolist()
 
 
-NOTHING = Sampled(
-    np.zeros(0, np.uint64), np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0)
-)
-
-
-def chunks(parts: Sequence[Sampled]) -> Iterator[Sampled]:
-    """Yield the references of several samples, ``CHUNK`` at a time."""
-    if not parts:
-        return
-    whole = parts[0] if len(parts) == 1 else Sampled.of(parts)
-    for at in range(0, len(whole), CHUNK):
-        yield whole.at(slice(at, at + CHUNK))
-
-
-def _hashes(blob: bytes, key_bytes: int, by: np.uint64) -> U64:
-    """Hash each key by its first and its last 8 bytes, shape (n,)."""
-    if key_bytes % 8:
-        ends = np.dtype(
-            {
-                "names": ["a", "b"],
-                "formats": ["<u8", "<u8"],
-                "offsets": [0, key_bytes - 8],
-                "itemsize": key_bytes,
-            }
-        )
-        keys = np.frombuffer(blob, ends)
-        hashes: U64 = keys["a"] + keys["b"]
-    else:
-        words = np.frombuffer(blob, np.uint64).reshape(-1, key_bytes // 8)
-        hashes = words[:, 0] + words[:, -1]
-    hashes *= by
-    return hashes
+def _below(row: F64) -> F64:
+    """Return which part of a row has shorter reuse times than each of the edges."""
+    # A hot key is in the sample or not. The difference that makes is one of short times.
+    missing = row[0] - row[1:].sum()
+    counts = np.cumsum(np.concatenate(([missing + row[1]], row[2:-1])))
+    below: F64 = np.clip(counts / max(row[0], 1e-9), 0, 1)
+    return below

@@ -44,8 +44,8 @@ from kvhearth_server.core.membership import Joined, Joining
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits, require
-from kvhearth_server.engine.accesses import Accesses
 from kvhearth_server.engine.epoch_store import EpochStore
+from kvhearth_server.engine.miss_ratio import MissRatios
 from kvhearth_server.engine.recovery import (
     CatalogueWriter,
     catalogue_content,
@@ -176,13 +176,9 @@ class Engine:
             )
             self.tiering.orphaned_loads_after = safe_after(self)
         self.adopt_s = now() - self.started_at
+        self.miss_ratios = MissRatios(self)
         self.watch = Watch(self)
         self.write_catalogue()
-
-    @cached_property
-    def accesses(self) -> Accesses:
-        """Takes down lookups and stores; for nobody unless the start sets another one."""
-        return Accesses(self)
 
     @cached_property
     def notices(self) -> dict[str, str]:

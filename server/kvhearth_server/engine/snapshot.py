@@ -18,8 +18,8 @@ from kvhearth_server.core.check_books import BooksError
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.shares import Share
 from kvhearth_server.core.state import require
-from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.miss_ratio import Curve
 from kvhearth_server.engine.namespace_series import OTHER, NamespaceNow
 from kvhearth_server.observability.counters import FALLBACK
 from kvhearth_server.observability.timings import CallTimings, Histogram
@@ -330,7 +330,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         eviction_ages=engine.eviction_ages,
         shares=take_shares(engine),
         engines=_engines(engine),
-        curves=engine.accesses.curves(),
+        curves=engine.miss_ratios.curves(),
         remotes=() if engine.tiering is None else engine.tiering.tier.remote_figures(),
         publishing_blocks=engine.core.publishing.waiting,
     )

@@ -231,8 +231,7 @@ class Dispatcher:
         items = asked_for(contract, request, caller.keys_max)
         if isinstance(items, SingleLookup):
             if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
-                if engine.accesses.on:
-                    engine.accesses.looked_up_one(caller.namespace, items, request.age_us)
+                self._used(caller, request, lookup=True)
                 return one
             items = keys_items(contract, request.groups, caller.keys_max)
         found = engine.call_deferred(
@@ -262,14 +261,19 @@ class Dispatcher:
                 found=found.groups,
                 asking=found.asking,
             )
-        if engine.accesses.on:
-            again = request.prefetch and (bool(found.promotion_queue) or found.asking)
-            engine.accesses.looked_up(
-                caller.namespace, items, caller.session, again=again, age_us=request.age_us
-            )
+        # Who waits for blocks to be promoted asks again, and is counted then.
+        if not (request.prefetch and (found.promotion_queue or found.asking)):
+            self._used(caller, request, lookup=True)
         for presence in found.groups:
             add_presence(reply.groups, presence)
         return reply
+
+    def _used(self, caller: CallContext, request: Any, *, lookup: bool) -> None:
+        """Take down the keys of a request for the hit ratios of other capacities."""
+        ratios, age_us = self._engine.miss_ratios, request.age_us if lookup else 0
+        for group in request.groups:
+            place = caller.namespace, request.epoch, group.group
+            ratios.used(*place, group.keys, lookup=lookup, age_us=age_us)
 
     def _marked(
         self, queue: list[PromotionRequest], request: Any, until: float = math.inf
@@ -380,14 +384,14 @@ class Dispatcher:
         engine, contract = self._engine, caller.contract
         one = one_commit(contract, request.groups)
         if one is not None and _commit_one(engine, request.epoch, one, caller):
-            engine.accesses.stored(caller.namespace, one.kv_group, one.key)
+            self._used(caller, request, lookup=False)
             reply = self._stored.get(one.kv_group)
             if reply is None:
                 reply = self._stored[one.kv_group] = ready_stored(engine.boot_id, one.kv_group)
             return reply
         few = few_commits(contract, request.groups)
         if few is not None and (stored := _commit_few(engine, request.epoch, few, caller)):
-            engine.accesses.stored(caller.namespace, few[0].kv_group, request.groups[0].keys)
+            self._used(caller, request, lookup=False)
             bits = np.array(stored)
             return cache_pb2.CommitResponse(
                 boot_id=engine.boot_id, stored=bitmaps([few[0].kv_group], [bits])
@@ -396,8 +400,7 @@ class Dispatcher:
         hit("commit.before")
         commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
         engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
-        for group in request.groups:
-            engine.accesses.stored(caller.namespace, group.group, group.keys)
+        self._used(caller, request, lookup=False)
         return self._commit_more(commit, caller) if commit.unfinished else self._committed(commit)
 
     async def _commit_more(self, commit: Commit, caller: CallContext) -> cache_pb2.CommitResponse:

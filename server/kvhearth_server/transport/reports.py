@@ -23,8 +23,8 @@ from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.core.inspection import held_by_groups
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as admin_work
-from kvhearth_server.engine.accesses import Curve
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.miss_ratio import Curve
 from kvhearth_server.engine.namespace_series import NamespaceNow
 from kvhearth_server.engine.sessions import Session as SessionRecord
 from kvhearth_server.engine.snapshot import (

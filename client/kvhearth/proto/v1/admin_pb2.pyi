@@ -489,7 +489,6 @@ class MissRatioCurve(google.protobuf.message.Message):
     SSD_BYTES_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
     SSD_FIELD_NUMBER: builtins.int
-    POINTS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     namespace: builtins.str
     """First digits of its digest; "all", or "other" for namespaces without a curve of their own."""
@@ -507,10 +506,6 @@ class MissRatioCurve(google.protobuf.message.Message):
 
     @property
     def ssd(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HitRatio]: ...
-    @property
-    def points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HitRatio]:
-        """More capacities; of "all" only."""
-
     def __init__(
         self,
         *,
@@ -523,9 +518,8 @@ class MissRatioCurve(google.protobuf.message.Message):
         ssd_bytes: builtins.int = ...,
         memory: collections.abc.Iterable[global___HitRatio] | None = ...,
         ssd: collections.abc.Iterable[global___HitRatio] | None = ...,
-        points: collections.abc.Iterable[global___HitRatio] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["asked_keys", b"asked_keys", "memory", b"memory", "memory_bytes", b"memory_bytes", "namespace", b"namespace", "points", b"points", "sample_rate", b"sample_rate", "sampled_keys", b"sampled_keys", "ssd", b"ssd", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asked_keys", b"asked_keys", "memory", b"memory", "memory_bytes", b"memory_bytes", "namespace", b"namespace", "sample_rate", b"sample_rate", "sampled_keys", b"sampled_keys", "ssd", b"ssd", "ssd_bytes", b"ssd_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___MissRatioCurve = MissRatioCurve
 
@@ -1193,130 +1187,3 @@ class ReloadSettingsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "changed", b"changed", "needs_restart", b"needs_restart"]) -> None: ...
 
 global___ReloadSettingsResponse = ReloadSettingsResponse
-
-@typing.final
-class RecordTraceRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RECORDING_FIELD_NUMBER: builtins.int
-    END_FIELD_NUMBER: builtins.int
-    recording: builtins.int
-    """0 begins a recording, whose number comes with the answer. One that is not asked about for 10 s ends."""
-    end: builtins.bool
-    """Ends it; the answer has the rest of it."""
-    def __init__(
-        self,
-        *,
-        recording: builtins.int = ...,
-        end: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "recording", b"recording"]) -> None: ...
-
-global___RecordTraceRequest = RecordTraceRequest
-
-@typing.final
-class TraceSpace(google.protobuf.message.Message):
-    """Keys of one KV group of a namespace in one weights epoch."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NUMBER_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
-    TENANT_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    GROUP_FIELD_NUMBER: builtins.int
-    BLOCK_BYTES_FIELD_NUMBER: builtins.int
-    CONTRACT_JSON_FIELD_NUMBER: builtins.int
-    number: builtins.int
-    namespace: builtins.str
-    tenant: builtins.str
-    epoch: builtins.int
-    group: builtins.int
-    block_bytes: builtins.int
-    """Memory that a block takes."""
-    contract_json: builtins.str
-    def __init__(
-        self,
-        *,
-        number: builtins.int = ...,
-        namespace: builtins.str = ...,
-        tenant: builtins.str = ...,
-        epoch: builtins.int = ...,
-        group: builtins.int = ...,
-        block_bytes: builtins.int = ...,
-        contract_json: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "contract_json", b"contract_json", "epoch", b"epoch", "group", b"group", "namespace", b"namespace", "number", b"number", "tenant", b"tenant"]) -> None: ...
-
-global___TraceSpace = TraceSpace
-
-@typing.final
-class TraceAccess(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SPACE_FIELD_NUMBER: builtins.int
-    STORE_FIELD_NUMBER: builtins.int
-    AT_US_FIELD_NUMBER: builtins.int
-    KEYS_FIELD_NUMBER: builtins.int
-    space: builtins.int
-    """Number of its space."""
-    store: builtins.bool
-    """A commit; else a lookup. One call about several KV groups is several accesses of the same time."""
-    at_us: builtins.int
-    """Microseconds since the recording began."""
-    keys: builtins.bytes
-    """In chain order, side by side."""
-    def __init__(
-        self,
-        *,
-        space: builtins.int = ...,
-        store: builtins.bool = ...,
-        at_us: builtins.int = ...,
-        keys: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at_us", b"at_us", "keys", b"keys", "space", b"space", "store", b"store"]) -> None: ...
-
-global___TraceAccess = TraceAccess
-
-@typing.final
-class RecordTraceResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BOOT_ID_FIELD_NUMBER: builtins.int
-    RECORDING_FIELD_NUMBER: builtins.int
-    SPACES_FIELD_NUMBER: builtins.int
-    ACCESSES_FIELD_NUMBER: builtins.int
-    LOST_KEYS_FIELD_NUMBER: builtins.int
-    MORE_FIELD_NUMBER: builtins.int
-    MEMORY_BYTES_FIELD_NUMBER: builtins.int
-    SSD_BYTES_FIELD_NUMBER: builtins.int
-    boot_id: builtins.str
-    recording: builtins.int
-    lost_keys: builtins.int
-    """Keys that found no room while nobody asked."""
-    more: builtins.bool
-    """There is more already."""
-    memory_bytes: builtins.int
-    """The present capacities of all tenants together."""
-    ssd_bytes: builtins.int
-    @property
-    def spaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TraceSpace]:
-        """Spaces that earlier answers did not have."""
-
-    @property
-    def accesses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TraceAccess]: ...
-    def __init__(
-        self,
-        *,
-        boot_id: builtins.str = ...,
-        recording: builtins.int = ...,
-        spaces: collections.abc.Iterable[global___TraceSpace] | None = ...,
-        accesses: collections.abc.Iterable[global___TraceAccess] | None = ...,
-        lost_keys: builtins.int = ...,
-        more: builtins.bool = ...,
-        memory_bytes: builtins.int = ...,
-        ssd_bytes: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accesses", b"accesses", "boot_id", b"boot_id", "lost_keys", b"lost_keys", "memory_bytes", b"memory_bytes", "more", b"more", "recording", b"recording", "spaces", b"spaces", "ssd_bytes", b"ssd_bytes"]) -> None: ...
-
-global___RecordTraceResponse = RecordTraceResponse

@@ -240,13 +240,6 @@ CACHE: tuple[Metric, ...] = (
         ("tenant", "namespace", "tier", "factor"),
     ),
     counter(
-        "kvhearth_untraced_keys_total",
-        "Keys of lookups and stores that were left out of kvhearth_capacity_hit_ratio, because "
-        "following them would have taken too much time or memory.",
-        "Whether the curve still tells the truth.",
-        "untraced_keys",
-    ),
-    counter(
         "kvhearth_evictions_total",
         "Blocks evicted, by reason: space, slab (another slot size needed it), quota, asked.",
         "Churn; slab evictions: models of several page sizes compete.",

@@ -276,8 +276,9 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("accesses", "admin_door", "attach", "attach_connection", "catalogue", "drains"),
-            *("files", "garbage", "gateway", "grpc_door", "http_accept", "keeper", "lag", "pins"),
+            *("admin_door", "attach", "attach_connection", "catalogue", "drains"),
+            *("files", "garbage", "gateway", "grpc_door", "http_accept", "keeper", "lag"),
+            *("miss_ratios", "pins"),
             *("populate", "recovery", "reload", "scrub", "scrub_ssd", "sum", "tiering", "trim"),
             *("verify", "watch", "watchdog"),
         },

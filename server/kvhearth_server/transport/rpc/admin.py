@@ -15,11 +15,10 @@ from kvhearth_server.core.inspection import places
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as admin_work
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.recording import Recordings
 from kvhearth_server.transport import reports
 from kvhearth_server.transport.messages import plain_text
 from kvhearth_server.transport.operators import Operators, Right
-from kvhearth_server.transport.reports import Actions, audited, message_of, operator, refused
+from kvhearth_server.transport.reports import Actions, message_of, operator, refused
 from kvhearth_server.transport.rpc.errors import Context, guarded, metadata_value
 
 _SSD_ONLY = "it is on SSD only: a lookup with prefetch, or a prefetch, loads it first"
@@ -105,7 +104,6 @@ class AdminService:
         self._engine = engine
         self._actions = Actions(engine, "grpc")
         self._operators = operators
-        self._recordings = Recordings(engine.accesses, engine.now)
 
     def admit(self, context: Context) -> str:
         """Refuse a caller without admin rights; return the name that operators share.
@@ -235,54 +233,6 @@ class AdminService:
             return message_of(admin_pb2.ReloadSettingsResponse, report)
 
         return await self._run(context, work)
-
-    async def RecordTrace(
-        self, request: admin_pb2.RecordTraceRequest, context: Context
-    ) -> admin_pb2.RecordTraceResponse:
-        async def work() -> admin_pb2.RecordTraceResponse:
-            if not request.recording:
-                with audited("trace", "grpc", context.peer()):
-                    return await self._recorded(request)
-            return await self._recorded(request)
-
-        return await self._run(context, work)
-
-    async def _recorded(
-        self, request: admin_pb2.RecordTraceRequest
-    ) -> admin_pb2.RecordTraceResponse:
-        engine = self._engine
-        bytes_max = engine.shell.message_bytes_max // 4
-        found = await self._recordings.take(request.recording, bytes_max, end=request.end)
-        capacities = engine.accesses.capacities()
-        return admin_pb2.RecordTraceResponse(
-            boot_id=engine.boot_id,
-            recording=found.recording,
-            spaces=[
-                admin_pb2.TraceSpace(
-                    number=space.number,
-                    namespace=space.namespace.digest.hex(),
-                    tenant=space.namespace.tenant,
-                    epoch=space.epoch,
-                    group=space.kv_group,
-                    block_bytes=engine.core.state.block_bytes(space.namespace, space.kv_group),
-                    contract_json=space.namespace.contract.to_json(),
-                )
-                for space in found.spaces
-            ],
-            accesses=[
-                admin_pb2.TraceAccess(
-                    space=number,
-                    store=not access.counted,
-                    at_us=max(0, round((access.at - found.began_at) * 1e6)),
-                    keys=access.blob,
-                )
-                for number, access in found.accesses
-            ],
-            lost_keys=found.lost_keys,
-            more=found.more,
-            memory_bytes=sum(memory for memory, _ in capacities.values()),
-            ssd_bytes=sum(ssd for _, ssd in capacities.values()),
-        )
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context
