@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from kvhearth.tracing import OFF, Tracer, open_tracer, wanted
 from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
-from kvhearth_server.config.value_types import HTTP_OFF
 from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import ChecksumWorkers
@@ -61,11 +59,10 @@ from kvhearth_server.transport.attach import Admission, AttachServer, Tenancy
 from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.frames import CallsServer
 from kvhearth_server.transport.operators import Operators
-from kvhearth_server.transport.rpc.server import RpcServer
+from kvhearth_server.transport.rpc import RpcServer
+from kvhearth_server.transport.web.routes import make_app
+from kvhearth_server.transport.web.server import WebServer
 from kvhearth_server.vanished import Vanished
-
-if TYPE_CHECKING:
-    from kvhearth_server.transport.web.server import WebServer
 
 _SUMMED = (
     *("lookups", "hit_keys", "below_keys", "miss_keys", "stored_blocks", "evicted_blocks"),
@@ -258,7 +255,7 @@ async def _serve(
     )
     dispatcher = Dispatcher(engine, background.verify_blocks)
     shares = door_shares(settings)
-    rpc = RpcServer(settings, engine, dispatcher, operators, shares.grpc)
+    rpc = RpcServer(settings.grpc_socket, engine, dispatcher, shares.grpc)
     calls = CallsServer(engine, dispatcher, shares, timeout_s=settings.attach_timeout_s)
     attach = AttachServer(
         engine,
@@ -270,14 +267,15 @@ async def _serve(
     _prepare_sockets(settings, admin_token)
     background.start()
     _spawn(settings, engine, background, supervisor)
-    await rpc.start(supervisor)
+    if settings.grpc == "on":
+        await rpc.start()
     doors: Files = {
+        "admin": (path := settings.admin_socket, partial(web.open, path, supervisor)),
         "calls": (path := settings.calls_socket, partial(calls.start, path)),
         "attach": (path := settings.attach_socket, partial(attach.start, path, supervisor)),
     }
     _keep_open(settings, engine, supervisor, doors, admin_token)
-    if web is not None:
-        await web.start(supervisor)
+    web.start(supervisor)
     _spare_the_loop()
     _say_ready(settings, engine, web)
     _tell_systemd(supervisor)
@@ -357,7 +355,6 @@ async def _drain(
     """
     engine.drain()
     notify.notify(notify.STOPPING)
-    await rpc.not_serving()
     try:
         async with asyncio.timeout(settings.drain_timeout_s):
             await _settled(engine, background)
@@ -367,10 +364,9 @@ async def _drain(
         await rpc.stop(0)
 
 
-async def _close(web: WebServer | None, calls: CallsServer, attach: AttachServer) -> None:
+async def _close(web: WebServer, calls: CallsServer, attach: AttachServer) -> None:
     """Close the sockets that are still open."""
-    if web is not None:
-        await web.stop()
+    await web.stop()
     calls.stop()
     await attach.stop()
 
@@ -536,26 +532,25 @@ def _open_web(
     operators: Operators,
     connections_max: int,
     examine: Examine,
-) -> WebServer | None:
-    """Bind the HTTP address and return the server; None if HTTP is off, which also saves its
-    import.
+) -> WebServer:
+    """Bind the HTTP address, if there is one, and return the server.
 
     Raises:
         KVHearthError: ``socket_unusable``.
     """
-    if settings.http_address is None:
-        return None
-    from kvhearth_server.transport.web.server import WebServer
-
     doors = operators.doors
 
     def tls() -> ssl.SSLContext | None:
         return doors.web_context if doors is not None and settings.http_guarded else None
 
-    return WebServer(settings, engine, operators, connections_max, tls, examine)
+    def crowded() -> None:
+        engine.counters.add("connections_refused", 1, "http")
+
+    app = make_app(engine, settings, operators, examine)
+    return WebServer(app, settings.http_address, connections_max, crowded, tls)
 
 
-def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> None:
+def _say_ready(settings: Settings, engine: Engine, web: WebServer) -> None:
     if reason := settings.arena_fallback:
         engine.notices["memory"] = reason
         _log.warning("arena.anonymous", reason=reason)
@@ -575,7 +570,7 @@ def _say_ready(settings: Settings, engine: Engine, web: WebServer | None) -> Non
         calls=str(settings.calls_socket),
         grpc=str(settings.grpc_socket) if settings.grpc == "on" else settings.grpc,
         admin=str(settings.admin_socket),
-        http=web.address if web else HTTP_OFF,
+        http=web.address,
     )
 
 

@@ -33,8 +33,9 @@ def foreign(place: Path | int) -> str:
     return ""
 
 
-def listening(path: Path, backlog: int) -> socket.socket:
-    """Return a listening socket that every user may connect to who can reach its directory.
+def listening(path: Path, backlog: int, *, owner_only: bool = False) -> socket.socket:
+    """Return a listening socket that every user may connect to who can reach its directory, or only
+    the daemon's.
 
     Raises:
         OSError: it cannot be bound.
@@ -42,7 +43,7 @@ def listening(path: Path, backlog: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         listener.setblocking(False)
-        with open_to_all():
+        with open_to_owner() if owner_only else open_to_all():
             listener.bind(str(path))
         listener.listen(backlog)
     except OSError:

@@ -123,9 +123,9 @@ def read_token(settings: Settings) -> str:
 
 def _http(settings: Settings) -> None:
     if settings.http_address is not None:
-        from kvhearth_server.transport.web.server import listening
+        from kvhearth_server.transport.web.server import at_address
 
-        listening(*settings.http_address).close()
+        at_address(*settings.http_address).close()
 
 
 def _sockets(settings: Settings) -> None:

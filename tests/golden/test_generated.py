@@ -22,7 +22,7 @@ from golden.generated import (
 from kvhearth_server.observability.exposition import metrics_page
 
 STALE = "run: make golden"
-GUARDED = ("/v1/config", "/v1/sessions", "/v1/namespaces", "/v1/leases")
+GUARDED = ("/v1/config", "/v1/sessions", "/v1/namespaces", "/v1/leases", "/v1/keys/{key}")
 
 
 def promise(schema: Any) -> Any:

@@ -14,7 +14,6 @@ import pytest
 from support.daemon import Daemon, running_daemon, until
 
 import kvhearth_server
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 MIB = 1 << 20
@@ -91,14 +90,8 @@ def arena_files(daemon: Daemon) -> dict[str, int]:
 
 def keep(daemon: Daemon, count: int) -> None:
     """Evicts all but ``count`` blocks."""
-    spaces = daemon.admin(
-        lambda stub, metadata: stub.ListNamespaces(
-            admin_pb2.ListNamespacesRequest(), metadata=metadata
-        )
-    )
-    digest = spaces.namespaces[0].namespace
-    request = admin_pb2.EvictRequest(namespace=digest, keep_bytes=count * PAGE)
-    daemon.admin(lambda stub, metadata: stub.Evict(request, metadata=metadata))
+    digest = daemon.operator().namespaces().namespaces[0].namespace
+    daemon.operator().evict(digest, count * PAGE, None)
 
 
 @pytest.fixture(params=["kill -9", "SIGTERM"])
@@ -120,7 +113,7 @@ def test_more_memory_keeps_every_block(end: str) -> None:
         stored(engine, more)
         assert served(engine, keys + more) == keys + more
         (part,) = daemon.stats().segments
-        assert part.bytes == 32 * MIB
+        assert part.capacity_bytes == 32 * MIB
         assert changed(daemon, engine, end)
         assert served(engine, keys + more) == keys + more
 
@@ -204,7 +197,7 @@ def test_a_death_in_the_middle_loses_nothing_that_fits(point: str, memory: str) 
         assert served(engine, keys) == keys
         names = {"arena.lock", "catalogue", "journal", "segment-0"}
         until(lambda: set(arena_files(daemon)) == names, "nothing is left lying about")
-        assert daemon.stats().segments[0].bytes == int(memory[:-3]) * MIB
+        assert daemon.stats().segments[0].capacity_bytes == int(memory[:-3]) * MIB
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -291,7 +284,7 @@ def test_random_resizes_serve_no_wrong_byte(seed: int) -> None:
             assert all(set(new) <= set(old) for new, old in zip(after, before, strict=True))
             if wanted >= mebibytes:
                 assert after == before, "nothing is lost for more memory"
-            assert daemon.stats().segments[0].bytes == wanted * MIB
+            assert daemon.stats().segments[0].capacity_bytes == wanted * MIB
             for engine in (wide, narrow):
                 engine.scheduler.copier()  # releases the previous arena's mapping
             until(lambda w=wanted: arena_files(daemon)["segment-0"] == w * MIB, "it is cut")

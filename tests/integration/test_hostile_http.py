@@ -7,17 +7,16 @@ import json
 import re
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.daemon import Daemon, running_daemon, stopped_daemon
 from support.http_door import ANY_PORT, address_of, ask
 from support.raw_door import RawSession, end_well, goes_on, raw_contract
 
 from kvhearth_lab.harness.engine import Engine
-from kvhearth_server.transport.web.protocol import CONNECTIONS_MAX
+from kvhearth_server.config.rlimit import HTTP_MAX
 
 READ_TOKEN = "a-token-of-monitoring"
 LISTS = ("sessions", "namespaces", "leases")
@@ -103,72 +102,30 @@ def test_a_flood_of_scrapes_shares_renderings(daemon: Daemon, neighbour: Engine)
     assert len(bodies) <= time.monotonic() - started + 1
 
 
-def test_probes_are_answered_beside_more_requests_than_fit(
-    daemon: Daemon, neighbour: Engine
-) -> None:
-    with Flood(daemon, b"/metrics", 2 * CONNECTIONS_MAX) as flood:
-        flood.ask()
-        for _ in range(3):
+def test_a_new_connection_takes_the_place_of_an_idle_one(daemon: Daemon) -> None:
+    with contextlib.ExitStack() as stack:
+        for sent in (b"", b"GET /metr", REQUEST % b"/livez"):
+            for _ in range(HTTP_MAX):
+                line = socket.create_connection(address_of(daemon), timeout=ANSWER_S)
+                stack.enter_context(line)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    line.sendall(sent)
             assert ask(daemon, "/livez").status == 200
-        goes_on(neighbour)
-        found = Counter(status for status, _ in flood.answers())
-    assert found[200] >= CONNECTIONS_MAX // 2
-    assert found.keys() <= {0, 200, 503}
-    assert ask(daemon, "/readyz").status == 200
+        assert daemon.stats().boot_id  # operators have places of their own
+    assert daemon.counters()["connections_refused{http}"] > 0
 
 
-def test_half_a_request_makes_room(daemon: Daemon) -> None:
-    with contextlib.ExitStack() as stack:
-        lines = [
-            stack.enter_context(socket.create_connection(address_of(daemon), timeout=ANSWER_S))
-            for _ in range(CONNECTIONS_MAX)
-        ]
-        for line in lines:
-            line.sendall(HALF)
-        for line in lines:  # asked for its body, so the request is under way
-            assert line.recv(4096).startswith(b"HTTP/1.1 100")
-        assert ask(daemon, "/livez").status == 200
-        assert _answer(lines[0])[0] == 408
-        assert [_answer(line)[0] for line in lines[1:] if _hung_up(line)] == []
+def test_half_a_request_ends(daemon: Daemon) -> None:
+    with socket.create_connection(address_of(daemon), timeout=ANSWER_S) as line:
+        line.sendall(HALF)
+        assert line.recv(4096).startswith(b"HTTP/1.1 100")
+        assert _answer(line)[0] == 408
 
 
-def _hung_up(line: socket.socket) -> bool:
-    line.setblocking(False)
-    try:
-        return line.recv(1, socket.MSG_PEEK) is not None
-    except BlockingIOError:
-        return False
-
-
-def test_a_refusal_says_when_to_come_again(daemon: Daemon) -> None:
-    with contextlib.ExitStack() as stack:
-        lines = [
-            stack.enter_context(socket.create_connection(address_of(daemon), timeout=ANSWER_S))
-            for _ in range(CONNECTIONS_MAX)
-        ]
-        for line in lines:
-            line.sendall(REQUEST % b"/version" * 40)  # none of them is idle for long
-        assert ask(daemon, "/livez").status == 200
-        found = until(lambda: b"".join(map(_refusal, lines)), "somebody is refused")
-    assert found.startswith(b"HTTP/1.1 503")
-    assert b"\r\nretry-after: 1\r\n" in found
-
-
-def _refusal(line: socket.socket) -> bytes:
-    """Return what has come from a refusal on, if it has."""
-    line.setblocking(False)
-    with contextlib.suppress(BlockingIOError, ConnectionResetError):
-        before, found, after = line.recv(1 << 20).partition(b"HTTP/1.1 503")
-        assert b"HTTP/1.1 200" in before or not before
-        return found + after
-    return b""
-
-
-def test_pipelined_requests_take_turns(daemon: Daemon, neighbour: Engine) -> None:
+def test_pipelined_requests_are_answered(daemon: Daemon, neighbour: Engine) -> None:
     count = 200
     with socket.create_connection(address_of(daemon), timeout=ANSWER_S) as line:
         line.sendall(REQUEST % b"/version" * count)
-        started = time.monotonic()
         assert ask(daemon, "/livez").status == 200
         goes_on(neighbour)
         with line.makefile("rb") as file:
@@ -176,8 +133,6 @@ def test_pipelined_requests_take_turns(daemon: Daemon, neighbour: Engine) -> Non
                 assert file.readline().split()[1] == b"200"
                 headers = dict(one.split(b": ", 1) for one in iter(file.readline, b"\r\n"))
                 file.read(int(headers[b"content-length"]))
-        # 256 a second, after 16 at once.
-        assert time.monotonic() - started > (count - 32) / 256
 
 
 def test_a_long_list_is_whole(daemon: Daemon, neighbour: Engine) -> None:

@@ -30,7 +30,6 @@ from support.ssd_kit import CONTRACT, SSD, fetch_all, saved, store_paced
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
-from kvhearth_server.cli.admin_client import AdminClient
 
 OTHER = 65534
 TENANTS = f"a={OTHER}:8MiB b={os.getuid()}:8MiB"
@@ -97,7 +96,7 @@ def test_the_contracts_of_one_tenant_do_not_lock_the_other_out() -> None:
 def test_engines_that_hold_their_stock_leave_room_for_others() -> None:
     """Four engines held 100 % of what may be held, and every other call was told held_cap."""
     with running_daemon(arena=False) as daemon:
-        capacity = daemon.stats().segments[0].bytes
+        capacity = daemon.stats().segments[0].capacity_bytes
         with contextlib.ExitStack() as held:
             for _ in range(4):
                 session = held.enter_context(RawSession(daemon))
@@ -171,8 +170,8 @@ def test_bounds_change_without_a_restart(
         assert (line["result"], line["changed"]) == ("done", ["sessions_max"])
 
         path.write_text("sessions_max: none\n")
-        with AdminClient(daemon.socket_dir) as admin, pytest.raises(KVHearthError) as caught:
-            admin.reload_settings()
+        with pytest.raises(KVHearthError) as caught:
+            daemon.operator().reload_settings()
         assert caught.value.reason is Reason.CONFIG_INVALID
         assert "sessions_max" in hang_up(daemon, "settings.not_reloaded")["reason"]
 

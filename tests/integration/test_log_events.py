@@ -116,7 +116,7 @@ def test_a_decimal_memory_is_rounded_down_and_told() -> None:
         found = event(daemon, "memory.rounded")
         reported = (found["of"], found["asked_bytes"], found["used_bytes"])
         assert reported == ("memory", 20_000_000, 18 << 20)
-        assert daemon.stats().segments[0].bytes == 18 << 20
+        assert daemon.stats().segments[0].capacity_bytes == 18 << 20
 
 
 def test_who_attaches_and_who_leaves(daemon: Daemon) -> None:

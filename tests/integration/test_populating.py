@@ -36,16 +36,16 @@ def test_a_start_that_was_killed_goes_on_with_what_memory_there_is(tmp_path: Pat
         assert daemon.populated()["populated_bytes"] == 3 * SLAB
         assert "128MiB of memory cannot be had (by the size of the tmpfs" in daemon.log_text()
         with engine_of(daemon.url(), contract_of(PAGE)) as engine:
-            assert daemon.stats().segments[0].bytes == 3 * SLAB
+            assert daemon.stats().segments[0].capacity_bytes == 3 * SLAB
             for _ in range(12):
                 keys = new_keys(STORE_MAX)
                 assert engine.store(keys).bound == keys
                 assert served(engine, keys) == STORE_MAX
-            assert daemon.stats().segments[0].bytes == 3 * SLAB
+            assert daemon.stats().segments[0].capacity_bytes == 3 * SLAB
             boot_id = engine.client.boot_id
             (small / "others").unlink()
             daemon.restart()
             back(engine, boot_id)
             assert daemon.populated()["populated_bytes"] == 5 * SLAB
             assert served(engine, keys) == STORE_MAX
-            assert daemon.stats().segments[0].bytes == 5 * SLAB
+            assert daemon.stats().segments[0].capacity_bytes == 5 * SLAB

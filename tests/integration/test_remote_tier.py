@@ -13,7 +13,6 @@ from support.http_door import ANY_PORT, ask, scraped
 from support.raw_door import new_keys
 from support.ssd_kit import SSD
 
-from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.cli.app import run
 
 ALL = {"remote_write": "all"}
@@ -167,8 +166,7 @@ def test_operators_name_new_weights(tmp_path: Path) -> None:
     keys = new_keys(8)
 
     def forget(daemon: Daemon, *more: str) -> None:
-        with AdminClient(daemon.socket_dir) as client:
-            (space,) = client.namespaces().namespaces
+        (space,) = daemon.operator().namespaces().namespaces
         words = ["forget", space.namespace, "--yes", "--socket-dir", str(daemon.socket_dir), *more]
         assert run(words) == 0
 
@@ -212,7 +210,8 @@ def test_bounds_and_policy_change_while_it_serves(tmp_path: Path) -> None:
     shared = {"remote": f"file://{remote}", "config": config}
     with stopped_daemon(arena=False, **shared) as daemon:
         daemon.start()
-        with cached_engine(daemon.url()) as engine, AdminClient(daemon.socket_dir) as operator:
+        operator = daemon.operator()
+        with cached_engine(daemon.url()) as engine:
             engine.store(first)
             published(daemon, len(first))
             config.write_text(

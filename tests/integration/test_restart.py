@@ -17,7 +17,6 @@ from support.served import back, served
 from support.ssd_kit import SSD, saved
 
 from kvhearth.model import FLAG_VERIFY
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 PAGE = 64 << 10
@@ -129,15 +128,8 @@ def test_what_was_given_back_does_not_come_back() -> None:
         taken = engine.reserve(8)
         engine.client.abort(taken.groups, boot_id=taken.boot_id)
         until(lambda: daemon.counters()["aborted_slots"] == 8, "the abort arrives")
-        namespaces = daemon.admin(
-            lambda stub, metadata: stub.ListNamespaces(
-                admin_pb2.ListNamespacesRequest(), metadata=metadata
-            )
-        )
-        digest = namespaces.namespaces[0].namespace
-        request = admin_pb2.EvictRequest(namespace=digest, keep_bytes=10 * PAGE)
-        evicted = daemon.admin(lambda stub, metadata: stub.Evict(request, metadata=metadata))
-        assert evicted.evicted_blocks == 20
+        digest = daemon.operator().namespaces().namespaces[0].namespace
+        assert daemon.operator().evict(digest, 10 * PAGE, None).evicted_blocks == 20
         left = engine.check(keys)
         boot_id = engine.client.boot_id
         daemon.restart()

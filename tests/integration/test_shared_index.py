@@ -23,7 +23,6 @@ from kvhearth import native
 from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract, GroupKind, GroupSpec, namespace_digest
 from kvhearth.native.table import NAMESPACES, Shape, Table
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth.results import CommitGroup, LookupResult
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
@@ -80,8 +79,7 @@ def right(engine: Engine, keys: list[bytes], found: LookupResult) -> int:
 
 def evict(daemon: Daemon) -> None:
     """Remove all blocks that nobody holds."""
-    request = admin_pb2.EvictRequest(namespace=namespace_digest("default", CONTRACT).hex())
-    daemon.admin(lambda stub, token: stub.Evict(request, metadata=token, timeout=20))
+    daemon.operator().evict(namespace_digest("default", CONTRACT).hex(), 0, None)
 
 
 @pytest.mark.parametrize("contract", [CONTRACT, SHARDS], ids=["one shard", "two shards"])

@@ -21,7 +21,6 @@ from support.tiers import spoil
 
 from kvhearth.contract import namespace_digest
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness.engine import PAGES, Engine, engine_of
 from kvhearth_lab.torture import damage
 from kvhearth_server.engine.tiering.writeback import PATIENCE_S
@@ -119,7 +118,7 @@ def test_stores_go_on_while_the_drive_takes_nothing(
 
 
 def test_what_is_being_written_is_evicted_too(tmp_path: Path) -> None:
-    request = admin_pb2.EvictRequest(namespace=namespace_digest("default", CONTRACT).hex())
+    namespace = namespace_digest("default", CONTRACT).hex()
     with (
         faulty_drive(tmp_path) as (daemon, drive),
         engine_of(daemon.url(), CONTRACT) as engine,
@@ -129,7 +128,7 @@ def test_what_is_being_written_is_evicted_too(tmp_path: Path) -> None:
         drive.order(delay_s=0.5)
         keys = new_keys(40)
         store_all(engine, keys)
-        reply = daemon.admin(lambda stub, token: stub.Evict(request, metadata=token, timeout=20))
+        reply = daemon.operator().evict(namespace, 0, None)
         assert reply.evicted_blocks == 44
         found = engine.client.lookup({0: keys}, lease=False).groups[0]
         assert not found.present.any()

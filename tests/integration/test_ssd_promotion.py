@@ -13,7 +13,6 @@ from support.raw_door import new_keys
 from support.scripted_engine import BLOCK_TOKENS, FULL, PAGE_BYTES, ScriptedEngine, scripted_engine
 
 from kvhearth.contract import GroupKind, GroupSpec, namespace_digest
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_server.transport.dispatch import PREFETCHED_PER_TURN_MAX
 
 SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
@@ -81,8 +80,7 @@ def test_a_prefetch_of_several_portions_brings_all(daemon: Daemon, engine: Cache
     keys = copy_state(engine, daemon)[: PREFETCHED_PER_TURN_MAX + 40]
     before = daemon.counters()["promoted_blocks"]
     space = namespace_digest("default", engine.client.contract).hex()
-    request = admin_pb2.EvictRequest(namespace=space, tier=admin_pb2.EVICT_TIER_MEMORY)
-    daemon.admin(lambda stub, token: stub.Evict(request, metadata=token, timeout=20))
+    daemon.operator().evict(space, 0, "memory")
     found = engine.client.prefetch({0: keys})
     assert found.groups[0].present.all()
     assert not found.groups[0].ready.any()

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth.session.link import Session, attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
@@ -68,6 +68,7 @@ from kvhearth_server.memory.journal import (
     journal_path,
     sum_check,
 )
+from kvhearth_server.transport.reports import Stats
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 MIB = 1 << 20
@@ -383,10 +384,10 @@ def test_blocks_that_a_daemon_believes_to_be_on_the_drive_are_found(
         assert found_of(report) == {}, report.texts
         real = world.daemon.stats
 
-        def claims_more(**words: bool) -> admin_pb2.StatsResponse:
-            said = real(**words)
-            said.ssd.blocks += 1000
-            return said
+        def claims_more() -> Stats:
+            said = real()
+            assert said.ssd is not None
+            return replace(said, ssd=replace(said.ssd, blocks=said.ssd.blocks + 1000))
 
         monkeypatch.setattr(world.daemon, "stats", claims_more)
         # Each check comes before the daemon's death: its successor would know nothing of it.

@@ -15,8 +15,8 @@ from typing import IO, Any
 import pytest
 
 from kvhearth import native
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness import daemon as harness
+from kvhearth_server.transport.reports import Stats
 from support.nursery import Child, nursery
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
@@ -103,11 +103,13 @@ class Daemon(harness.Daemon):
         """Whether the current start has reported that its SSD log is recovered."""
         return any("ssd.read_back" in line for line in self.own_lines())
 
-    def stats(self, *, check_books: bool = True, **more: Any) -> admin_pb2.StatsResponse:
+    def stats(self, *, check_books: bool = True) -> Stats:
         """Return the daemon's statistics; fails if the books do not balance."""
-        found = super().stats(check_books=check_books, **more)
-        assert found.books_error == "", found.books_error
-        return found
+        operator = self.operator()
+        if check_books:
+            found = operator.books()
+            assert found.balanced, found.error
+        return operator.stats()
 
     def counters(self) -> dict[str, int]:
         """Return the daemon's counters."""

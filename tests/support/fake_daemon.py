@@ -26,7 +26,7 @@ from kvhearth.model import EXTENT_DTYPE, pack_bits
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire.frames import STATUS_DETAILS_KEY, encode_status
 from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
-from kvhearth_server.transport.rpc.server import add_service
+from kvhearth_server.transport.rpc import cache_service
 from support.daemon import until  # noqa: F401 - for those who import both
 from support.fake_calls import FakeCalls, Listener
 
@@ -106,13 +106,14 @@ class FakeDaemon:
     def _serve(self) -> None:
         (self.directory / "grpc.sock").unlink(missing_ok=True)
         self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
-        add_service(self._server, pb, self._handler)
+        self._server.add_generic_rpc_handlers((cache_service(self._handler),))
         self._server.add_insecure_port(f"unix:{self.directory / 'grpc.sock'}")
         self._server.start()
         self._calls = FakeCalls(self.directory / "calls.sock", self.reply)
 
     def _handler(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
-        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+        def handle(data: bytes, context: grpc.ServicerContext) -> Any:
+            request = getattr(pb, f"{name}Request").FromString(data)
             token = dict(context.invocation_metadata()).get("kvhearth-token", "")
             try:
                 return self.reply(name, request, str(token))

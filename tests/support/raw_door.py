@@ -23,10 +23,9 @@ import pytest
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1.types_pb2 import GroupCount
-from kvhearth.url import ADMIN_SOCKET, ATTACH_SOCKET, GRPC_SOCKET
+from kvhearth.url import ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.frames import STATUS_DETAILS_KEY, TOKEN_KEY, Stub, decode_status, rebuild_error
 from kvhearth.wire.handshake import FrameDecoder, encode_frame
@@ -159,7 +158,6 @@ class RawSession:
         self.epoch = int(self.welcome["epoch"])
         self.boot_id = str(self.welcome["boot_id"])
         self.channel = _channel(daemon.socket_dir / GRPC_SOCKET)
-        self._operators = _channel(daemon.socket_dir / ADMIN_SOCKET)
         self._stub = Stub(self.channel, pb)
 
     def __enter__(self) -> RawSession:
@@ -174,7 +172,6 @@ class RawSession:
             self.line.send(encode_frame({"kind": "bye"}))
         self.line.close()
         self.channel.close()
-        self._operators.close()
 
     def call(self, method: str, request: Any, *, token: str | None = None) -> Any:
         """Make one call; ``token``: replaces the session's token, empty for none.
@@ -195,8 +192,7 @@ class RawSession:
         Raises:
             KVHearthError: the refusal.
         """
-        channel = self._operators if "AdminService" in path else self.channel
-        call = channel.unary_unary(path)
+        call = self.channel.unary_unary(path)
         try:
             reply: bytes = call(data, timeout=CALL_S, metadata=metadata or self.metadata)
         except grpc.RpcError as error:
@@ -294,7 +290,7 @@ def say(daemon: Daemon, data: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """One line of ``ListSessions``."""
+    """One line of ``kvhearth sessions``."""
 
     session: int
     attached: bool
@@ -302,9 +298,8 @@ class Seat:
 
 def seats(daemon: Daemon) -> list[Seat]:
     """Return the members of all groups."""
-    request = admin_pb2.ListSessionsRequest()
-    reply = daemon.admin(lambda stub, metadata: stub.ListSessions(request, metadata=metadata))
-    return [Seat(one.session, one.state == "attached") for one in reply.sessions]
+    found = daemon.operator().sessions().sessions
+    return [Seat(one.session, one.state == "attached") for one in found]
 
 
 def drop(daemon: Daemon, session: RawSession) -> None:

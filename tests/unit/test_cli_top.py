@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from support.reports import report, ssd, stats
 
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_server.cli.top import View, _drawn, verdict
+from kvhearth_server.engine.snapshot import EngineNow
+from kvhearth_server.engine.watch import Event
+from kvhearth_server.transport import reports
 
 
-def full_stats(engines: int) -> admin_pb2.StatsResponse:
+def full_stats(engines: int) -> reports.Stats:
     """A daemon with many engines, long names and large numbers."""
-    memory = admin_pb2.SegmentStats(tenant="a" * 40, bytes=1 << 40, free_bytes=1 << 33)
-    directory = admin_pb2.SsdDirectory(path="/mnt/" + "d" * 60, capacity_bytes=1 << 43)
-    event = admin_pb2.Event(
-        number=1, kind="eviction", reason="space", subject="s" * 90, count=123_456_789
+    memory = report(
+        reports.SegmentStats, tenant="a" * 40, capacity_bytes=1 << 40, free_bytes=1 << 33
     )
-    return admin_pb2.StatsResponse(
+    directory = report(reports.SsdDirectory, path="/mnt/" + "d" * 60, capacity_bytes=1 << 43)
+    event = Event(1, 0.0, 0.0, "eviction", "space", "s" * 90, 123_456_789)
+    return stats(
         version="0.1.0",
         boot_id="b" * 32,
         uptime_s=1e6,
@@ -27,10 +31,10 @@ def full_stats(engines: int) -> admin_pb2.StatsResponse:
         leases=10**5,
         groups=engines,
         segments=[memory] * 2,
-        ssd=admin_pb2.SsdStats(interface="io_uring", directories=[directory] * 2),
+        ssd=ssd(interface="io_uring", directories=[directory] * 2),
         counters={"lookup_keys": 10**12, "hit_keys": 9 * 10**11, "leased_bytes": 10**15},
         engines=[
-            admin_pb2.EngineStats(
+            EngineNow(
                 engine_id=f"engine-{number}-" + "e" * 60,
                 tenant="t",
                 attached=1,
@@ -47,9 +51,9 @@ def full_stats(engines: int) -> admin_pb2.StatsResponse:
     )
 
 
-def drawn(found: admin_pb2.StatsResponse) -> list[str]:
+def drawn(found: reports.Stats) -> list[str]:
     out = io.StringIO()
-    view = View(0.0, found, admin_pb2.ListSessionsResponse(), admin_pb2.ListLeasesResponse())
+    view = View(0.0, found, reports.Sessions("b", []), reports.Leases("b", []))
     Console(file=out, width=80, height=24, highlight=False).print(_drawn(view, None, 24))
     return out.getvalue().splitlines()
 
@@ -70,11 +74,11 @@ def test_a_screen_of_80_by_24_shows_what_matters(engines: int) -> None:
 def test_the_verdict_tells_the_worst_first() -> None:
     found = full_stats(1)
     assert verdict(found) == ("green", "serving")
-    found.engines[0].heartbeat_age_s = 90
+    found.engines[0] = replace(found.engines[0], heartbeat_age_s=90)
     assert "silent" in verdict(found)[1]
+    assert found.ssd is not None
     found.ssd.directories[0].reasons.append("/mnt/a is full")
     assert verdict(found) == ("yellow", "SSD degraded: /mnt/a is full")
-    found.recent.append(admin_pb2.Event(kind="checksum", reason="scrub"))
+    found.recent.append(Event(2, 0.0, 0.0, "checksum", "scrub", "", 1))
     assert verdict(found)[0] == "red"
-    found.draining = True
-    assert verdict(found)[1].startswith("draining")
+    assert verdict(replace(found, draining=True))[1].startswith("draining")

@@ -36,7 +36,7 @@ CATCH_ALL_ALLOWED = frozenset(
         "server/kvhearth_server/gateway/server.py",
         "server/kvhearth_server/transport/attach.py",
         "server/kvhearth_server/transport/frames.py",
-        "server/kvhearth_server/transport/rpc/errors.py",
+        "server/kvhearth_server/transport/rpc.py",
         # the fail-open boundary: no exception of ours reaches an engine's loop
         "client/kvhearth/fail_open.py",
         "client/kvhearth/connectors/core/scheduler.py",

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.reports import ssd, stats
 from support.tiers import Opened, family
 
 from kvhearth.errors import KVHearthError
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.cli.torture import shown
 from kvhearth_lab.harness.client_process import ANSWER_S
 from kvhearth_lab.harness.engine import Seen
@@ -372,14 +372,16 @@ def test_what_is_wrong_on_a_drive_does_not_explain_what_readers_find(tmp_path: P
 
 def test_what_a_daemon_says_of_its_drive_is_compared_once_it_stands_still(tmp_path: Path) -> None:
     report, plan = Report(), next(p for p in plans(tmp_path, 4) if p.shape.kind == FLEETING)
-    reported = admin_pb2.StatsResponse(boot_id="a", counters={"checksum_failures{ssd}": 2})
-    reported.ssd.blocks = 3
-    later = admin_pb2.StatsResponse()
-    later.CopyFrom(reported)
+    reported, later = (
+        stats(boot_id="a", counters={"checksum_failures{ssd}": 2}, ssd=ssd(blocks=3))
+        for _ in range(2)
+    )
+    assert reported.ssd is not None
+    assert later.ssd is not None
     answers = iter([reported, later, reported, later, reported])
     with places(Roots(tmp_path, tmp_path), []) as where:
         world = World(plan, where, report, Stalls())
-        world.daemon.stats = lambda **_: next(answers)  # type: ignore[assignment]
+        world.daemon.stats = lambda: next(answers)  # type: ignore[method-assign]
         later.ssd.counters["segments_reclaimed"] = 1
         look_at_drive(world)
         assert report.found == {CAUGHT: 1}, "what was let go meanwhile may be overwritten"
@@ -399,7 +401,7 @@ def test_a_slow_drive_excuses_nothing(tmp_path: Path) -> None:
     report, how = Report(), {"for_s": 0.1, "kill": False, "orders": {"delay_s": 1.5}}
     with places(Roots(tmp_path, tmp_path), []) as where:
         world = World(plan, where, report, Stalls())
-        said = admin_pb2.StatsResponse(counters={IMPATIENT: 3})
+        said = stats(counters={IMPATIENT: 3})
         TABLE["slow_drive"].run(world, how)
         assert world.oracle.keeps
         assert not world.drive_is_suspect

@@ -93,8 +93,6 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key that carries the encoded status."""
 TOKEN_KEY = "kvhearth-token"
 """Metadata key of a session's token, in gRPC calls of engines."""
-ADMIN_TOKEN_KEY = "kvhearth-admin-token"
-"""Metadata key of the admin token, in gRPC calls of operators."""
 
 ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
 

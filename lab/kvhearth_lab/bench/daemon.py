@@ -19,15 +19,14 @@ from kvhearth.client import KVClient, connect
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import checksum_of
-from kvhearth.proto.v1 import admin_pb2, cache_pb2
+from kvhearth.proto.v1 import cache_pb2
 from kvhearth.results import CommitGroup
 from kvhearth.session.link import open_link
 from kvhearth.transports.base import HEARTBEAT, CacheTransport
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
-from kvhearth.wire.frames import Stub
 from kvhearth.wire.handshake import Hello
-from kvhearth_lab.harness.daemon import SERVE, Daemon, Metadata, Starter
+from kvhearth_lab.harness.daemon import SERVE, Daemon, Starter
 from kvhearth_lab.harness.engine import contract_of
 
 QUIET_S = 60.0
@@ -76,7 +75,7 @@ class Served(Daemon):
 
     def book_errors(self) -> list[str]:
         """Return what does not balance in the books."""
-        return [error for error in [self.stats(deadline_s=DEADLINE_S).books_error] if error]
+        return [error for error in [self.operator(DEADLINE_S).books().error] if error]
 
     def wait_quiet(self) -> None:
         """Wait until all committed blocks are checksummed and all leases released, so that the next
@@ -85,19 +84,15 @@ class Served(Daemon):
         Raises:
             KVHearthError: the daemon did not become quiet in time.
         """
-        self.admin(_wait_quiet)
-
-
-def _wait_quiet(stub: Stub, token: Metadata) -> None:
-    end = time.monotonic() + QUIET_S
-    while True:
-        found = stub.Stats(admin_pb2.StatsRequest(), metadata=token, timeout=DEADLINE_S)
-        unsummed = found.counters["stored_blocks"] - found.counters["summed_blocks"]
-        if not found.leases and not unsummed:
-            return
-        if time.monotonic() > end:
-            raise broken(f"not quiet: {found.leases} leases, {unsummed} blocks not summed")
-        time.sleep(0.002)
+        end = time.monotonic() + QUIET_S
+        while True:
+            found = self.stats()
+            unsummed = found.counters["stored_blocks"] - found.counters["summed_blocks"]
+            if not found.leases and not unsummed:
+                return
+            if time.monotonic() > end:
+                raise broken(f"not quiet: {found.leases} leases, {unsummed} blocks not summed")
+            time.sleep(0.002)
 
 
 @contextlib.contextmanager

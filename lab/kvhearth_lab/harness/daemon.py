@@ -15,20 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
-
-import grpc
+from typing import IO, Any, Protocol
 
 from kvhearth import native
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import ENVIRONMENT_NAME
-from kvhearth.proto.v1 import admin_pb2
-from kvhearth.url import ADMIN_SOCKET, ADMIN_TOKEN_FILE, ATTACH_SOCKET
-from kvhearth.wire.frames import ADMIN_TOKEN_KEY, Stub
+from kvhearth.url import ATTACH_SOCKET
+from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.config.load import ENV_PREFIX, flag_of
-
-Reply = TypeVar("Reply")
-Metadata = tuple[tuple[str, str]]
+from kvhearth_server.transport.reports import Stats
 
 READY_S = 60.0
 """A daemon starts in under a second; on a shared machine it may take longer."""
@@ -287,35 +282,18 @@ class Daemon:
         port = str(self.settings["listen"]).rpartition(":")[2]
         return f"kvhearth://{host}:{port}?{options}"
 
-    def admin(self, call: Callable[[Stub, Metadata], Reply]) -> Reply:
-        """Return ``call(stub, metadata)``, made on a channel of its own.
+    def operator(self, deadline_s: float = ADMIN_S) -> AdminClient:
+        """Return a client of the operators' door."""
+        return AdminClient(self.socket_dir, deadline_s)
 
-        Raises:
-            grpc.RpcError: the daemon does not answer.
-            OSError: the daemon has no token yet.
-        """
-        token = (self.socket_dir / ADMIN_TOKEN_FILE).read_text()
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        with grpc.insecure_channel(f"unix:{self.socket_dir / ADMIN_SOCKET}", options) as channel:
-            return call(Stub(channel, admin_pb2), ((ADMIN_TOKEN_KEY, token),))
-
-    def stats(
-        self, *, check_books: bool = True, deadline_s: float = ADMIN_S
-    ) -> admin_pb2.StatsResponse:
-        """Return the statistics that ``kvhearth stat`` shows; raises as ``admin``."""
-        request = admin_pb2.StatsRequest(check_books=check_books)
-        found: admin_pb2.StatsResponse = self.admin(
-            lambda stub, token: stub.Stats(request, metadata=token, timeout=deadline_s)
-        )
-        return found
+    def stats(self) -> Stats:
+        """Return the statistics that ``kvhearth stat`` shows; raises as ``AdminClient``."""
+        return self.operator().stats()
 
     def members(self) -> list[str]:
-        """Return ``engine/rank:state`` of each member of a group; raises as ``admin``."""
-        request = admin_pb2.ListSessionsRequest()
-        reply = self.admin(
-            lambda stub, token: stub.ListSessions(request, metadata=token, timeout=ADMIN_S)
-        )
-        return sorted(f"{one.engine_id}/{one.rank}:{one.state}" for one in reply.sessions)
+        """Return ``engine/rank:state`` of each member of a group; raises as ``AdminClient``."""
+        found = self.operator().sessions().sessions
+        return sorted(f"{one.engine_id}/{one.rank}:{one.state}" for one in found)
 
     # -- the log -----------------------------------------------------------------------------------
 

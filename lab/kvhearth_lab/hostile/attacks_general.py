@@ -20,7 +20,7 @@ from kvhearth.contract import TEXT_CHARS_MAX, Contract
 from kvhearth.errors import KVHearthError
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.session.link import Session, attach
-from kvhearth.url import ATTACH_SOCKET, CALLS_SOCKET, GRPC_SOCKET, parse_url
+from kvhearth.url import ATTACH_SOCKET, CALLS_SOCKET, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import frames
 from kvhearth.wire.handshake import FRAME_BYTES_MAX, HEALTH_QUESTION, Hello, encode_frame
@@ -31,7 +31,6 @@ HTTP, GATEWAY = "http", "gateway"
 _WAIT_S = 0.5
 _ANSWER_S = 10.0
 _KEY_BYTES = 32
-_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
 """The preface of HTTP/2 and empty settings."""
 
 
@@ -180,23 +179,6 @@ class RandomFrames(RandomBytes):
     opening = frame(frames.OPEN, b"no token")
 
 
-class RandomGrpc(RandomBytes):
-    """Random bytes at the gRPC socket, half of them as frames of HTTP/2."""
-
-    name = "random_grpc"
-    help = "nobody sends random bytes and random HTTP/2 frames to the gRPC socket"
-    door = GRPC_SOCKET
-    opening = _HTTP2
-
-    def words(self, rng: random.Random) -> bytes:
-        """See ``RandomBytes.words``."""
-        if rng.random() < 0.5:
-            return super().words(rng)
-        body = rng.randbytes(rng.choice((0, 4, 8, 40)))
-        kind = bytes([rng.randrange(10), rng.randrange(256)])
-        return len(body).to_bytes(3, "big") + kind + rng.randrange(8).to_bytes(4, "big") + body
-
-
 class RandomHttp(RandomBytes):
     """Random bytes at HTTP, as a request's target, a header or a body."""
 
@@ -281,15 +263,6 @@ class IdleFrames(Idle):
     help = "nobody holds 1,500 silent and half-open connections to the calls socket"
     door = CALLS_SOCKET
     half = frames.HEADER.pack(64, frames.OPEN, 0) + b"x"
-
-
-class IdleGrpc(Idle):
-    """Connections to the gRPC socket without a call."""
-
-    name = "idle_grpc"
-    help = "nobody holds 1,500 silent and half-open connections to the gRPC socket"
-    door = GRPC_SOCKET
-    half = _HTTP2
 
 
 class IdleHttp(Idle):

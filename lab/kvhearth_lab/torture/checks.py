@@ -11,11 +11,9 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
-
-import grpc
+from typing import TypeVar
 
 from kvhearth.errors import KVHearthError
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_lab.harness.client_process import ANSWER_S, Client
 from kvhearth_lab.harness.daemon import ADMIN_S
 from kvhearth_lab.harness.engine import key_of
@@ -26,6 +24,9 @@ from kvhearth_lab.torture.report import CRASH, LEAK, LOST, OVER, STALL
 from kvhearth_lab.torture.scene import WORLD_ENVIRONMENT_NAME, CapacityWatch
 from kvhearth_lab.torture.world import UselessError, World
 from kvhearth_lab.torture.world_config import ROOMY
+from kvhearth_server.transport.reports import Stats
+
+Report = TypeVar("Report")
 
 DRIVE_S = 10.0
 END_S = 5.0
@@ -49,8 +50,8 @@ def check(world: World) -> None:
         _await_server(world)
         _blocks(world)
         found = _stats(world)
-        if found.books_error:
-            world.report.find(LEAK, f"the books do not balance: {found.books_error}", world.where)
+        if error := _books_error(world):
+            world.report.find(LEAK, f"the books do not balance: {error}", world.where)
         failures(world, found)
         _acknowledged(world, found.counters.get("demoted_blocks", 0))
         look_at_drive(world)
@@ -98,12 +99,20 @@ def _await_server(world: World) -> None:
         raise UselessError from None
 
 
-def _stats(world: World) -> admin_pb2.StatsResponse:
+def _stats(world: World) -> Stats:
+    return _told(world, world.daemon.operator().stats)
+
+
+def _books_error(world: World) -> str:
+    """Return what does not balance in the books; empty if everything does."""
+    return _told(world, world.daemon.operator().books).error
+
+
+def _told(world: World, ask: Callable[[], Report]) -> Report:
     try:
-        return world.daemon.stats()
-    except (grpc.RpcError, OSError) as error:
-        described = error.details() if isinstance(error, grpc.Call) else str(error)
-        world.report.find(STALL, f"the daemon does not tell its books: {described}", world.where)
+        return ask()
+    except KVHearthError as error:
+        world.report.find(STALL, f"the daemon tells nothing: {error.message}", world.where)
         raise UselessError from None
 
 
@@ -293,8 +302,7 @@ def _quiet(world: World) -> None:
     """Check that everything that clients held is released."""
 
     def held() -> str:
-        found = _stats(world)
-        return found.books_error or _holds(found) or _staged(world)
+        return _books_error(world) or _holds(_stats(world)) or _staged(world)
 
     if described := _until(held, world.patience_s):
         text = f"after all clients have ended: {described}; {world.daemon.members()}"
@@ -321,7 +329,7 @@ def _remote_figures(world: World) -> str:
     return ", ".join(line for line in told if not line.endswith(" 0") or "staging" in line)
 
 
-def _holds(found: admin_pb2.StatsResponse) -> str:
+def _holds(found: Stats) -> str:
     """Describe what clients hold; empty if that is nothing."""
     facts = {"sessions": found.sessions, "groups": found.groups, "leases": found.leases}
     for part in found.segments:

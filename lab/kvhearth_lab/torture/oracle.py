@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import grpc
-
-from kvhearth.proto.v1 import admin_pb2
+from kvhearth.errors import KVHearthError
 from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.damage import DRIVE
 from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST
 from kvhearth_lab.torture.world_config import PRESSED
+from kvhearth_server.transport.reports import Stats
 
 if TYPE_CHECKING:
     from kvhearth_lab.torture.scene import Scenario
@@ -31,7 +30,7 @@ _QUIET_S = 2.0
 _POLL_S = 0.05
 
 
-def failures(scenario: Scenario, said: admin_pb2.StatsResponse) -> None:
+def failures(scenario: Scenario, said: Stats) -> None:
     """Report failures that the daemon itself counted since the last look."""
     counters = dict(said.counters)
     before, reported = scenario.counted
@@ -62,12 +61,12 @@ def look_at_drive(scenario: Scenario) -> None:
     try:
         said = _calm(scenario)
         there = len(damage.names_on_disk(scenario.ssd_dir))
-        later = scenario.daemon.stats(check_books=False)
-    except (grpc.RpcError, OSError):
+        later = scenario.daemon.stats()
+    except KVHearthError:
         return  # other checks report a daemon that does not answer
     failures(scenario, later)
     if _reclaimed(said) == _reclaimed(later):  # else reclaimed blocks may be overwritten by now
-        judge(scenario, said.ssd.blocks, there)
+        judge(scenario, _on_ssd(said), there)
 
 
 def claimed(scenario: Scenario) -> int:
@@ -77,8 +76,8 @@ def claimed(scenario: Scenario) -> int:
     if DRIVE in scenario.damaged or scenario.shape.kind == PRESSED:
         return 0
     try:
-        return int(scenario.daemon.stats(check_books=False).ssd.blocks)
-    except (grpc.RpcError, OSError):
+        return _on_ssd(scenario.daemon.stats())
+    except KVHearthError:
         return 0
 
 
@@ -87,8 +86,8 @@ def given_up(scenario: Scenario) -> int:
     answer.
     """
     try:
-        said = scenario.daemon.stats(check_books=False)
-    except (grpc.RpcError, OSError):
+        said = scenario.daemon.stats()
+    except KVHearthError:
         return -1
     return said.counters.get(IMPATIENT, 0)
 
@@ -103,24 +102,29 @@ def judge(scenario: Scenario, reported_state: int, there: int) -> None:
         scenario.report.find(LOST, text, scenario.where, reported_state - there)
 
 
-def _calm(scenario: Scenario) -> admin_pb2.StatsResponse:
+def _calm(scenario: Scenario) -> Stats:
     """Return the daemon's statistics once nothing is being written, or after a limited wait. Writes
     between the statistics and the look at the drive would hide missing blocks.
     """
     end = time.monotonic() + _QUIET_S
     while True:
-        said = scenario.daemon.stats(check_books=False)
+        said = scenario.daemon.stats()
         if not _busy(said) or time.monotonic() > end:
             return said
         time.sleep(_POLL_S)
 
 
-def _busy(said: admin_pb2.StatsResponse) -> bool:
-    return bool(said.ssd.demoting_blocks or said.ssd.queued_writes or said.ssd.recovering)
+def _on_ssd(said: Stats) -> int:
+    return 0 if said.ssd is None else said.ssd.blocks
 
 
-def _reclaimed(said: admin_pb2.StatsResponse) -> int:
-    return said.ssd.counters.get("segments_reclaimed", 0)
+def _busy(said: Stats) -> bool:
+    ssd = said.ssd
+    return ssd is not None and bool(ssd.demoting_blocks or ssd.queued_writes or ssd.recovering)
+
+
+def _reclaimed(said: Stats) -> int:
+    return 0 if said.ssd is None else said.ssd.counters.get("segments_reclaimed", 0)
 
 
 @dataclass

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.admin_client import daemon_at
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -24,6 +23,7 @@ from kvhearth_server.cli.output import (
     waiting,
 )
 from kvhearth_server.config.value_types import parse_size
+from kvhearth_server.transport import reports
 
 Prefix = Annotated[
     str, typer.Argument(help="First hex digits of the namespace.", metavar="NAMESPACE")
@@ -52,7 +52,8 @@ def drain(
     something when the time is over.
     """
     end = time.monotonic() + wait_s
-    with AdminClient(socket_dir) as daemon, waiting("draining"):
+    daemon = daemon_at(socket_dir)
+    with waiting("draining"):
         daemon.drain()
         found = daemon.stats()
         while _held(found) and time.monotonic() < end:
@@ -72,7 +73,7 @@ def drain(
         raise typer.Exit(1)
 
 
-def _held(found: admin_pb2.StatsResponse) -> bool:
+def _held(found: reports.Stats) -> bool:
     return bool(found.leases or sum(part.reserved_bytes for part in found.segments))
 
 
@@ -124,10 +125,10 @@ def evict(
             Reason.CONFIG_INVALID,
             f"--tier {tier}: the SSD tier keeps all of a namespace or nothing; add --keep 0",
         )
-    where = admin_pb2.EvictTier.Value(f"EVICT_TIER_{tier.upper() if tier else 'UNSPECIFIED'}")
-    with AdminClient(socket_dir) as daemon, waiting("evicting"):
+    daemon = daemon_at(socket_dir)
+    with waiting("evicting"):
         space = daemon.namespace(namespace)
-        reply = daemon.evict(space.namespace, keep_bytes, where)
+        reply = daemon.evict(space.namespace, keep_bytes, tier)
     if as_json:
         say_json(plain(reply) | {"namespace": space.namespace})
         return
@@ -162,18 +163,18 @@ def forget(
     Engines with the old weights find no block until they attach again. This
     cannot be undone. Old blocks are evicted as their memory is needed.
     """
-    with AdminClient(socket_dir) as daemon:
-        space = daemon.namespace(namespace)
-        if not yes:
-            _ask(space)
-        reply = daemon.forget(space.namespace, space.epoch, label)
+    daemon = daemon_at(socket_dir)
+    space = daemon.namespace(namespace)
+    if not yes:
+        _ask(space)
+    reply = daemon.forget(space.namespace, space.epoch, label)
     if as_json:
         say_json(plain(reply) | {"namespace": space.namespace})
     else:
         typer.echo(f"{short(space.namespace)} is forgotten: its weights epoch is {reply.epoch} now")
 
 
-def _ask(space: admin_pb2.NamespaceInfo) -> None:
+def _ask(space: reports.Namespace) -> None:
     """Ask the operator to confirm.
 
     Raises:
@@ -184,5 +185,5 @@ def _ask(space: admin_pb2.NamespaceInfo) -> None:
         raise KVHearthError(Reason.CONFIG_INVALID, "forget asks on a terminal; add --yes")
     model = printable(space.model)
     message = f"{short(space.namespace)} (tenant {space.tenant}, model {model})"
-    held = f"{space.blocks} blocks, {size(space.bytes)} in memory"
+    held = f"{space.blocks} blocks, {size(space.used_bytes)} in memory"
     typer.confirm(f"forget {message} with {held} and its copies on SSD?", abort=True, err=True)

@@ -1,33 +1,23 @@
-"""Connects the verbs to a running daemon: AdminService on its unix socket."""
+"""Connects the verbs to a running daemon: HTTP on its unix socket."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
-from contextlib import ExitStack
+import socket
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
-import grpc
+from pydantic import TypeAdapter
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.proto.v1 import admin_pb2
-from kvhearth.url import (
-    ADMIN_SOCKET,
-    ADMIN_TOKEN_FILE,
-    default_socket_dir,
-    find_socket_dir,
-)
-from kvhearth.wire.frames import (
-    ADMIN_TOKEN_KEY,
-    STATUS_DETAILS_KEY,
-    Stub,
-    decode_status,
-    error_from_code,
-)
+from kvhearth.url import ADMIN_SOCKET, default_socket_dir, find_socket_dir
+from kvhearth.wire.frames import rebuild_error
 from kvhearth_server.cli import liveness
 from kvhearth_server.cli.output import written_directory
 from kvhearth_server.config.load import load_settings
+from kvhearth_server.transport import reports
 
 DEADLINE_S = 20.0
 DIGEST_DIGITS = 64
@@ -36,7 +26,7 @@ _SHOWN = 12
 _NAMED = 8
 """Digits of a namespace, and number of namespaces, that a message shows."""
 
-Reply = TypeVar("Reply")
+Report = TypeVar("Report")
 
 
 def directory(given: Path | None) -> Path:
@@ -51,92 +41,89 @@ def directory(given: Path | None) -> Path:
     return find_socket_dir() if found == default_socket_dir() else found
 
 
+def daemon_at(given: Path | None) -> AdminClient:
+    """Return the client of a directory's daemon; raises as ``directory``."""
+    return AdminClient(directory(given))
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP to a unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
 class AdminClient:
-    """A context with one channel to the daemon of a directory.
+    """Asks the daemon of a directory; each call is a connection of its own.
 
     Args:
-        given: ``--socket-dir``.
+        folder: the daemon's directory of sockets.
+        deadline_s: longest wait for any part of an answer.
 
     Raises:
         KVHearthError: from every call: ``daemon_away``, ``not_admin``, or the daemon's refusal.
     """
 
-    def __init__(self, given: Path | None) -> None:
-        self._folder = directory(given)
-        self._undo = ExitStack()
-        options = [
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.default_authority", "localhost"),
-            ("grpc.max_receive_message_length", -1),
-        ]
-        target = f"unix:{self._folder / ADMIN_SOCKET}"
-        self._channel = self._undo.enter_context(grpc.insecure_channel(target, options=options))
-        self._stub = Stub(self._channel, admin_pb2)
+    def __init__(self, folder: Path, deadline_s: float = DEADLINE_S) -> None:
+        self._path, self._deadline_s = folder / ADMIN_SOCKET, deadline_s
 
-    def __enter__(self) -> AdminClient:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._undo.close()
-
-    def stats(self) -> admin_pb2.StatsResponse:
+    def stats(self) -> reports.Stats:
         """Return sizes, counts and counters."""
-        return self._ask(admin_pb2.StatsRequest(), admin_pb2.StatsResponse)
+        return self._ask(reports.Stats, "/v1/stats")
 
-    def sessions(self) -> admin_pb2.ListSessionsResponse:
+    def sessions(self) -> reports.Sessions:
         """Return the attached processes."""
-        return self._ask(admin_pb2.ListSessionsRequest(), admin_pb2.ListSessionsResponse)
+        return self._ask(reports.Sessions, "/v1/sessions")
 
-    def leases(self) -> admin_pb2.ListLeasesResponse:
+    def leases(self) -> reports.Leases:
         """Return the readers' leases."""
-        return self._ask(admin_pb2.ListLeasesRequest(), admin_pb2.ListLeasesResponse)
+        return self._ask(reports.Leases, "/v1/leases")
 
-    def namespaces(self) -> admin_pb2.ListNamespacesResponse:
+    def namespaces(self) -> reports.Namespaces:
         """Return all namespaces."""
-        return self._ask(admin_pb2.ListNamespacesRequest(), admin_pb2.ListNamespacesResponse)
+        return self._ask(reports.Namespaces, "/v1/namespaces")
 
-    def explain_contract(self, tenant: str, text: str) -> admin_pb2.ExplainContractResponse:
+    def explain_contract(self, tenant: str, text: str) -> reports.ContractPlace:
         """Return the namespace of a contract, and those that are near it."""
-        request = admin_pb2.ExplainContractRequest(tenant=tenant, contract_json=text)
-        return self._ask(request, admin_pb2.ExplainContractResponse)
+        body = {"tenant": tenant, "contract": json.loads(text)}
+        return self._ask(reports.ContractPlace, "/v1/contracts:explain", body)
 
-    def explain_key(self, key: bytes) -> admin_pb2.ExplainKeyResponse:
+    def explain_key(self, key: bytes) -> reports.KeyPlaces:
         """Return the places of a key."""
-        return self._ask(admin_pb2.ExplainKeyRequest(key=key), admin_pb2.ExplainKeyResponse)
+        return self._ask(reports.KeyPlaces, f"/v1/keys/{key.hex()}")
 
-    def evict(
-        self, namespace: str, keep_bytes: int, tier: admin_pb2.EvictTier.ValueType
-    ) -> admin_pb2.EvictResponse:
+    def evict(self, namespace: str, keep_bytes: int, tier: str | None) -> reports.Evicted:
         """Remove blocks of a namespace (all 64 hex digits) down to ``keep_bytes``."""
-        request = admin_pb2.EvictRequest(namespace=namespace, keep_bytes=keep_bytes, tier=tier)
-        return self._ask(request, admin_pb2.EvictResponse)
+        body = {"keep_bytes": keep_bytes, "tier": tier}
+        return self._ask(reports.Evicted, f"/v1/namespaces/{namespace}:evict", body)
 
-    def forget(
-        self, namespace: str, epoch: int, label: str | None = None
-    ) -> admin_pb2.ForgetNamespaceResponse:
+    def forget(self, namespace: str, epoch: int, label: str | None = None) -> reports.Bumped:
         """Make all blocks of a namespace (all 64 hex digits) invalid, if ``epoch`` is current;
         ``label`` names the new weights at remotes.
         """
-        request = admin_pb2.ForgetNamespaceRequest(
-            namespace=namespace, expected_epoch=epoch, label=label
-        )
-        return self._ask(request, admin_pb2.ForgetNamespaceResponse)
+        body = {"expected_epoch": epoch, "label": label}
+        return self._ask(reports.Bumped, f"/v1/namespaces/{namespace}:bump-epoch", body)
 
-    def drain(self) -> admin_pb2.DrainResponse:
+    def drain(self) -> reports.Drained:
         """Make the daemon refuse new stores and sessions."""
-        return self._ask(admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
+        return self._ask(reports.Drained, "/v1/admin:drain", {})
 
-    def reload_settings(self) -> admin_pb2.ReloadSettingsResponse:
+    def reload_settings(self) -> reports.Reload:
         """Make the daemon read its settings again."""
-        return self._ask(admin_pb2.ReloadSettingsRequest(), admin_pb2.ReloadSettingsResponse)
+        return self._ask(reports.Reload, "/v1/admin:reload", {})
 
-    def namespace(self, name: str) -> admin_pb2.NamespaceInfo:
+    def books(self) -> reports.Books:
+        """Have the daemon recount everything."""
+        return self._ask(reports.Books, "/debug/books")
+
+    def namespace(self, name: str) -> reports.Namespace:
         """Return the namespace whose hex digest starts with ``name``.
 
         Raises:
@@ -159,55 +146,53 @@ class AdminClient:
             )
         raise KVHearthError(Reason.UNKNOWN_NAMESPACE, message)
 
-    def _ask(self, request: object, kind: type[Reply]) -> Reply:
-        """Make the call after which its reply's ``kind`` is named."""
-        method = getattr(self._stub, kind.__name__.removesuffix("Response"))
+    def _ask(self, kind: type[Report], path: str, body: Any = None) -> Report:
+        """Get a report, or post ``body`` for it."""
         self._require_socket()
-        metadata = ((ADMIN_TOKEN_KEY, self._token()),)
+        connection = _Connection(self._path, self._deadline_s)
         try:
-            reply: Reply = method(request, metadata=metadata, timeout=DEADLINE_S)
-        except grpc.RpcError as error:
-            raise self._error(error) from None
-        return reply
-
-    def _error(self, error: grpc.RpcError) -> KVHearthError:
-        # The exception that a stub raises is a call too; the type of gRPC's errors does not say so.
-        call: Any = error
-        for key, value in call.trailing_metadata() or ():
-            if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
-                return decode_status(value)
-        if call.code() is grpc.StatusCode.UNAVAILABLE:
-            return self._away()
-        return error_from_code(call.code().value[0], call.details() or "no details")
+            if body is None:
+                connection.request("GET", path)
+            else:
+                content = {"content-type": "application/json"}
+                connection.request("POST", path, json.dumps(body), content)
+            answer = connection.getresponse()
+            data = answer.read()
+        except TimeoutError:
+            message = f"the daemon at {self._path} does not answer within {self._deadline_s:g} s"
+            raise KVHearthError(Reason.DEADLINE, message) from None
+        except (OSError, http.client.HTTPException):
+            raise self._away() from None
+        finally:
+            connection.close()
+        if answer.status >= http.client.BAD_REQUEST:
+            raise _refusal(data)
+        found: Report = TypeAdapter(kind).validate_json(data)
+        return found
 
     def _require_socket(self) -> None:
-        path = self._folder / ADMIN_SOCKET
         try:
-            path.stat()
+            self._path.stat()
         except PermissionError:
-            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path))) from None
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(self._path))) from None
         except OSError:
             raise self._away() from None
-        if not os.access(path, os.W_OK, effective_ids=True):
-            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(path)))
+        if not os.access(self._path, os.W_OK, effective_ids=True):
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(self._path)))
 
     def _away(self) -> KVHearthError:
-        return KVHearthError(Reason.DAEMON_AWAY, liveness.away(str(self._folder / ADMIN_SOCKET)))
-
-    def _token(self) -> str:
-        path = self._folder / ADMIN_TOKEN_FILE
-        try:
-            return path.read_text(encoding="ascii").strip()
-        except FileNotFoundError:
-            raise self._away() from None
-        except (OSError, UnicodeDecodeError) as error:
-            message = getattr(error, "strerror", None) or "no token"
-            raise KVHearthError(
-                Reason.NOT_ADMIN,
-                f"cannot read {path}: {message}; run this as the user that the daemon runs as",
-            ) from None
+        return KVHearthError(Reason.DAEMON_AWAY, liveness.away(str(self._path)))
 
 
-def _differ(found: list[admin_pb2.NamespaceInfo], digits: int) -> bool:
+def _refusal(data: bytes) -> KVHearthError:
+    """Return the error of a problem document."""
+    try:
+        found = json.loads(data)
+        return rebuild_error(found["reason"], found["detail"], found["details"])
+    except (ValueError, KeyError, TypeError):
+        return KVHearthError(Reason.INTERNAL, "the daemon answers with no reason; see its log")
+
+
+def _differ(found: list[reports.Namespace], digits: int) -> bool:
     """Return whether this many digits tell all namespaces apart."""
     return len({space.namespace[:digits] for space in found}) == len(found)

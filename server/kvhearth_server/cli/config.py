@@ -12,7 +12,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.admin_client import daemon_at
 from kvhearth_server.cli.output import AsJson, Config, SocketDir, note, plain, say_json
 from kvhearth_server.cli.serve import metavar
 from kvhearth_server.config.load import (
@@ -150,8 +150,7 @@ def reload(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     Prints which settings changed and hold now, and which need a restart. With
     an invalid setting nothing changes. SIGHUP does the same.
     """
-    with AdminClient(socket_dir) as daemon:
-        reply = daemon.reload_settings()
+    reply = daemon_at(socket_dir).reload_settings()
     if as_json:
         say_json(plain(reply))
         return

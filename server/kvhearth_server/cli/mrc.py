@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.admin_client import daemon_at
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -22,6 +21,7 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
+from kvhearth_server.engine.miss_ratio import Curve
 
 EPILOG = "Example: kvhearth mrc; kvhearth mrc --json | jq '.curves[0].memory'"
 FEW_KEYS = 10_000
@@ -43,8 +43,7 @@ def mrc(
     have served them, from a sample of the keys (AET). Keys that nobody
     asked for before are misses at every size.
     """
-    with AdminClient(socket_dir) as daemon:
-        found = daemon.stats()
+    found = daemon_at(socket_dir).stats()
     curves = [
         each
         for each in found.curves
@@ -64,7 +63,7 @@ def mrc(
     _print(curves)
 
 
-def _print(curves: Sequence[admin_pb2.MissRatioCurve]) -> None:
+def _print(curves: Sequence[Curve]) -> None:
     out = console()
     for ssd in (False, True):
         rows = [(each, each.ssd if ssd else each.memory) for each in curves if each.asked_keys]
@@ -86,7 +85,7 @@ def _print(curves: Sequence[admin_pb2.MissRatioCurve]) -> None:
             typer.echo(verdict(each))
 
 
-def verdict(curve: admin_pb2.MissRatioCurve) -> str:
+def verdict(curve: Curve) -> str:
     """Return a sentence that says whether more memory would help."""
     about = f"tenant {curve.tenant}: {curve.sampled_keys} keys tracked"
     if curve.asked_keys < FEW_KEYS:

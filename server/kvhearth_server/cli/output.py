@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from google.protobuf.message import Message
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -49,25 +49,10 @@ _DIGITS_SHOWN = 12
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def plain(value: Any) -> Any:
-    """Convert a message to JSON values: every field by its name, integers as numbers, bytes as hex;
-    null for an optional one that is absent.
-    """
-    if isinstance(value, Message):
-        names = [field.name for field in value.DESCRIPTOR.fields]
-        absent = {
-            field.name
-            for field in value.DESCRIPTOR.fields
-            if field.has_presence and not value.HasField(field.name)
-        }
-        return {name: None if name in absent else plain(getattr(value, name)) for name in names}
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, str | int | float | bool):
-        return value
-    if isinstance(value, Mapping):
-        return {name: plain(value[name]) for name in sorted(value)}
-    return [plain(part) for part in value]
+def plain(report: Any) -> dict[str, Any]:
+    """Return a report as JSON values."""
+    found: dict[str, Any] = dataclasses.asdict(report)
+    return found
 
 
 def say_json(value: Mapping[str, object]) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Group
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth.version import PROTOCOL_VERSION, __version__
-from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.admin_client import daemon_at
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -28,6 +26,7 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
+from kvhearth_server.transport import reports
 
 LS_EPILOG = "Example: kvhearth ls 3f9c --json | jq .contract"
 
@@ -42,14 +41,13 @@ def ls(
     """List namespaces with blocks, bytes and weights epoch; or show one with
     its contract.
     """
-    with AdminClient(socket_dir) as daemon:
-        if namespace:
-            _show_one(daemon.namespace(namespace), as_json=as_json)
-            return
-        reply = daemon.namespaces()
+    daemon = daemon_at(socket_dir)
+    if namespace:
+        _show_one(daemon.namespace(namespace), as_json=as_json)
+        return
+    reply = daemon.namespaces()
     if as_json:
-        spaces = [_space(space) for space in reply.namespaces]
-        say_json({"boot_id": reply.boot_id, "namespaces": spaces})
+        say_json(plain(reply))
         return
     if not reply.namespaces:
         note("there is no namespace yet: no engine has attached")
@@ -57,19 +55,24 @@ def ls(
     heads = ("namespace", "tenant", "model", "kv", "engines", "blocks", "bytes", "quota", "epoch")
     shown = table(*heads, right=heads[4:])
     for space in reply.namespaces:
-        contract = json.loads(space.contract_json)
         quota = size(space.quota_bytes) if space.quota_bytes else "-"
-        counts = (_engines(space), str(space.blocks), size(space.bytes), quota, str(space.epoch))
-        names = (short(space.namespace), space.tenant, space.model, contract["kv_dtype"])
+        counts = (
+            _engines(space),
+            str(space.blocks),
+            size(space.used_bytes),
+            quota,
+            str(space.epoch),
+        )
+        names = (short(space.namespace), space.tenant, space.model, space.contract["kv_dtype"])
         row(shown, *names, *counts)
     console().print(shown)
 
 
-def _show_one(space: admin_pb2.NamespaceInfo, *, as_json: bool) -> None:
+def _show_one(space: reports.Namespace, *, as_json: bool) -> None:
     if as_json:
-        say_json(_space(space))
+        say_json(plain(space))
         return
-    contract = json.loads(space.contract_json)
+    contract = dict(space.contract)
     groups = contract.pop("groups")
     rows: list[tuple[str, object]] = [
         ("namespace", space.namespace),
@@ -77,7 +80,7 @@ def _show_one(space: admin_pb2.NamespaceInfo, *, as_json: bool) -> None:
         ("engines", _engines(space)),
         ("model", space.model),
         ("blocks", space.blocks),
-        ("bytes", size(space.bytes)),
+        ("bytes", size(space.used_bytes)),
         ("quota", size(space.quota_bytes) if space.quota_bytes else "-"),
         ("epoch", space.epoch),
         *((f"contract.{name}", value) for name, value in sorted(contract.items())),
@@ -88,16 +91,9 @@ def _show_one(space: admin_pb2.NamespaceInfo, *, as_json: bool) -> None:
     console().print(facts(rows))
 
 
-def _engines(space: admin_pb2.NamespaceInfo) -> str:
+def _engines(space: reports.Namespace) -> str:
     """Return the number of engines, or that nobody can come any more."""
     return "ended" if space.ended else str(space.engines)
-
-
-def _space(space: admin_pb2.NamespaceInfo) -> dict[str, Any]:
-    """Return the message with its contract as an object instead of a text."""
-    found: dict[str, Any] = plain(space)
-    found["contract"] = json.loads(found.pop("contract_json"))
-    return found
 
 
 SESSIONS_EPILOG = "Example: kvhearth sessions --json | jq '.sessions[].pid'"
@@ -105,8 +101,7 @@ SESSIONS_EPILOG = "Example: kvhearth sessions --json | jq '.sessions[].pid'"
 
 def sessions(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     """List attached processes, and detached ones that may still be writing."""
-    with AdminClient(socket_dir) as daemon:
-        reply = daemon.sessions()
+    reply = daemon_at(socket_dir).sessions()
     if as_json:
         say_json(plain(reply))
         return
@@ -131,8 +126,7 @@ def leases(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
 
     Slots and bytes with several leases are counted once per lease.
     """
-    with AdminClient(socket_dir) as daemon:
-        reply = daemon.leases()
+    reply = daemon_at(socket_dir).leases()
     if as_json:
         say_json(plain(reply))
         return
@@ -188,8 +182,7 @@ def _contract(path: Path, socket_dir: Path | None, tenant: str, *, as_json: bool
     except (OSError, UnicodeDecodeError, KVHearthError) as error:
         message = error.message if isinstance(error, KVHearthError) else str(error)
         raise KVHearthError(Reason.CONFIG_INVALID, f"{path}: {message}") from None
-    with AdminClient(socket_dir) as daemon:
-        reply = daemon.explain_contract(tenant, text)
+    reply = daemon_at(socket_dir).explain_contract(tenant, text)
     if as_json:
         say_json({"kind": "contract", **plain(reply)})
         return
@@ -209,7 +202,7 @@ def _contract(path: Path, socket_dir: Path | None, tenant: str, *, as_json: bool
         console().print(Group(title, shown))
 
 
-def _refusals(reply: admin_pb2.ExplainContractResponse, text: str) -> list[str]:
+def _refusals(reply: reports.ContractPlace, text: str) -> list[str]:
     """Return why the tenant's shares would refuse an attach with the contract, one line each."""
     needs = {"sessions": 1}
     if not reply.exists:
@@ -223,8 +216,7 @@ def _refusals(reply: admin_pb2.ExplainContractResponse, text: str) -> list[str]:
 
 
 def _key(key: bytes, socket_dir: Path | None, *, as_json: bool) -> None:
-    with AdminClient(socket_dir) as daemon:
-        reply = daemon.explain_key(key)
+    reply = daemon_at(socket_dir).explain_key(key)
     if as_json:
         say_json({"kind": "key", "key": key.hex(), **plain(reply)})
     elif not reply.places:
@@ -238,13 +230,13 @@ def _key(key: bytes, socket_dir: Path | None, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _place(place: admin_pb2.KeyPlace) -> str:
+def _place(place: reports.KeyPlace) -> str:
     verdict = f"not served: {place.why_not}" if place.why_not else "served"
     current = "current" if place.epoch == place.namespace_epoch else "stale"
     held = f"{place.leases} leases, {place.pins} pins"
     bytes_told = f"{place.shards} x {size(place.shard_bytes)}"
     return (
-        f"namespace {short(place.namespace)} (tenant {place.tenant}), group {place.group}: "
+        f"namespace {short(place.namespace)} (tenant {place.tenant}), group {place.kv_group}: "
         f"{verdict}\n  {place.state} in {place.tier}, epoch {place.epoch} ({current}), "
         f"{bytes_told}, {held}"
     )

@@ -9,9 +9,8 @@ import typer
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth_server.cli import liveness
-from kvhearth_server.cli.admin_client import AdminClient, directory
+from kvhearth_server.cli.admin_client import daemon_at, directory
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -25,19 +24,21 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
+from kvhearth_server.engine.snapshot import ShareNow
+from kvhearth_server.transport import reports
 
 _BAR_COLUMNS = 30
 _COUNTS = frozenset({"sessions", "namespaces", "leases"})
 """Shares that are numbers; all others are bytes."""
 
 
-def _reasons(found: admin_pb2.SsdStats) -> list[str]:
+def _reasons(found: reports.SsdStats) -> list[str]:
     """Return the tier's degradations, each as a sentence."""
     by_directory = [reason for each in found.directories for reason in each.reasons]
     return [*by_directory, *filter(None, [found.interface_broken])]
 
 
-def _state(found: admin_pb2.SsdStats) -> str:
+def _state(found: reports.SsdStats) -> str:
     """Return the tier's state in a few words."""
     words = ["degraded" if _reasons(found) else "healthy"]
     if found.recovering:
@@ -45,7 +46,7 @@ def _state(found: admin_pb2.SsdStats) -> str:
     return ", ".join(words)
 
 
-def _ssd(found: admin_pb2.SsdStats) -> Table:
+def _ssd(found: reports.SsdStats) -> Table:
     """Return a table of the tier's content and activity."""
     written, stored = found.counters["written_bytes"], found.counters["stored_bytes"]
     rows = [
@@ -58,12 +59,12 @@ def _ssd(found: admin_pb2.SsdStats) -> Table:
         if stored
         else ("written", size(written)),
     ]
-    if found.HasField("budget_left_bytes"):
+    if found.budget_left_bytes is not None:
         rows.append(("budget left", size(max(0, found.budget_left_bytes))))
     return facts([*rows, *(("degraded", reason) for reason in _reasons(found))])
 
 
-def _directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
+def _directories(found: reports.SsdStats, *, bars: bool = False) -> Table:
     heads = ("directory", *([""] if bars else []), "files", "of", "used", "open", "sealed", "free")
     shown = table(*heads, right=heads[1:])
     for each in found.directories:
@@ -83,7 +84,7 @@ def _directories(found: admin_pb2.SsdStats, *, bars: bool = False) -> Table:
     return shown
 
 
-def _reads(found: admin_pb2.SsdStats) -> str:
+def _reads(found: reports.SsdStats) -> str:
     """Return latency and rate of reads; before the first read there are only assumptions."""
     if not found.counters["loaded_blocks"]:
         return "-"
@@ -97,14 +98,13 @@ def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     """Show memory by segment, tenants' shares, the SSD tier, and every counter
     since the start.
     """
-    with AdminClient(socket_dir) as daemon:
-        found = daemon.stats()
+    found = daemon_at(socket_dir).stats()
     if as_json:
         say_json(plain(found))
         return
     out = console()
     parts = [_daemon(found), _segments(found), _shares(found.shares)]
-    if found.HasField("ssd"):
+    if found.ssd is not None:
         parts += [_ssd(found.ssd), _directories(found.ssd)]
     for part in parts:
         out.print(part)
@@ -112,7 +112,7 @@ def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     out.print(facts([(name, found.counters[name]) for name in sorted(found.counters)]))
 
 
-def _daemon(found: admin_pb2.StatsResponse) -> Table:
+def _daemon(found: reports.Stats) -> Table:
     asked, hits = found.counters["lookup_keys"], found.counters["hit_keys"]
     return facts(
         [
@@ -128,7 +128,7 @@ def _daemon(found: admin_pb2.StatsResponse) -> Table:
     )
 
 
-def _shares(found: Iterable[admin_pb2.ShareStats]) -> Table:
+def _shares(found: Iterable[ShareNow]) -> Table:
     """Return a table with one row for each tenant and resource."""
     heads = ("tenant", "share", "used", "floor", "cap", "room", "refused")
     shown = table(*heads, right=heads[2:])
@@ -139,13 +139,13 @@ def _shares(found: Iterable[admin_pb2.ShareStats]) -> Table:
     return shown
 
 
-def _segments(found: admin_pb2.StatsResponse) -> Table:
+def _segments(found: reports.Stats) -> Table:
     heads = ("segment", "pages", "bytes", "used", "free", "reserved", "held", "quarantined")
     shown = table(*heads, right=heads[2:])
     for part in found.segments:
-        used = percent(part.bytes - part.free_bytes, part.bytes)
+        used = percent(part.capacity_bytes - part.free_bytes, part.capacity_bytes)
         rest = (part.free_bytes, part.reserved_bytes, part.held_bytes, part.quarantined_bytes)
-        row(shown, part.tenant, part.page_kind, size(part.bytes), used, *map(size, rest))
+        row(shown, part.tenant, part.page_kind, size(part.capacity_bytes), used, *map(size, rest))
     return shown
 
 

@@ -16,8 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvhearth.proto.v1 import admin_pb2
-from kvhearth_server.cli.admin_client import AdminClient
+from kvhearth_server.cli.admin_client import AdminClient, daemon_at
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
@@ -32,6 +31,9 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
+from kvhearth_server.engine.snapshot import EngineNow
+from kvhearth_server.engine.watch import Event
+from kvhearth_server.transport import reports
 
 TOP_EPILOG = "Example: kvhearth top; kvhearth top --once --json"
 EVENTS_EPILOG = "Example: kvhearth events; kvhearth events --json | jq -r .reason"
@@ -61,9 +63,9 @@ class View:
     """One look at the daemon."""
 
     at: float
-    stats: admin_pb2.StatsResponse
-    sessions: admin_pb2.ListSessionsResponse
-    leases: admin_pb2.ListLeasesResponse
+    stats: reports.Stats
+    sessions: reports.Sessions
+    leases: reports.Leases
 
     def count(self, name: str) -> int:
         """Return a counter since the start, all its labels together."""
@@ -82,13 +84,13 @@ def top(
     Into a pipe it prints one report per second; with --json each report is one
     object on a line.
     """
-    with AdminClient(socket_dir) as daemon:
-        view, before = _look(daemon), None
-        if once:
-            _print(view, before, as_json=as_json)
-            return
-        with contextlib.suppress(KeyboardInterrupt):
-            _watch(daemon, view, as_json=as_json)
+    daemon = daemon_at(socket_dir)
+    view, before = _look(daemon), None
+    if once:
+        _print(view, before, as_json=as_json)
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        _watch(daemon, view, as_json=as_json)
 
 
 def _watch(daemon: AdminClient, view: View, *, as_json: bool) -> None:
@@ -140,8 +142,8 @@ def as_object(view: View, before: View | None) -> dict[str, Any]:
     return {
         "stats": plain(view.stats),
         "rates": rates(view, before),
-        "sessions": plain(view.sessions.sessions),
-        "leases": plain(view.leases.groups),
+        "sessions": plain(view.sessions)["sessions"],
+        "leases": plain(view.leases)["groups"],
     }
 
 
@@ -152,14 +154,14 @@ def speed(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.1f} MB/s" if bytes_per_s else "0"
 
 
-def verdict(found: admin_pb2.StatsResponse) -> tuple[str, str]:
+def verdict(found: reports.Stats) -> tuple[str, str]:
     """Return a colour and one sentence: what an operator has to know first."""
     if found.draining:
         return "yellow", "draining: stores and new engines are refused"
     damaged = [each for each in found.recent if each.kind in ("checksum", "bug")]
     if damaged:
         return "red", f"{damaged[-1].kind}: {damaged[-1].reason}; see kvhearth events"
-    if found.HasField("ssd"):
+    if found.ssd is not None:
         bad = [reason for each in found.ssd.directories for reason in each.reasons]
         if bad or found.ssd.interface_broken:
             return "yellow", f"SSD degraded: {(bad or [found.ssd.interface_broken])[0]}"
@@ -208,17 +210,17 @@ def _hits(view: View, before: View | None) -> RenderableType:
     return Group(Text(first, style="bold"), Text(second), Text(third))
 
 
-def _tiers(found: admin_pb2.StatsResponse) -> Table:
+def _tiers(found: reports.Stats) -> Table:
     """Return a row with a bar for each tenant's memory and each SSD directory."""
     shown = table(
         "tier", "", "used", "of", "held", "quarantined", right=("used", "of", "held", "quarantined")
     )
     for part in found.segments[:_MEMORY_ROWS]:
-        used = part.bytes - part.free_bytes
-        bar = ProgressBar(total=part.bytes or 1, completed=used, width=_BAR_COLUMNS)
-        sizes = map(size, (used, part.bytes, part.held_bytes, part.quarantined_bytes))
+        used = part.capacity_bytes - part.free_bytes
+        bar = ProgressBar(total=part.capacity_bytes or 1, completed=used, width=_BAR_COLUMNS)
+        sizes = map(size, (used, part.capacity_bytes, part.held_bytes, part.quarantined_bytes))
         row(shown, _cut(f"memory {part.tenant}", 18), bar, *sizes)
-    for each in found.ssd.directories[:_MEMORY_ROWS] if found.HasField("ssd") else ():
+    for each in found.ssd.directories[:_MEMORY_ROWS] if found.ssd is not None else ():
         files, most = each.file_bytes, each.capacity_bytes
         bar = ProgressBar(total=most or 1, completed=files, width=_BAR_COLUMNS)
         row(shown, _cut(f"SSD {each.path}", 18), bar, size(files), size(most), "", "")
@@ -242,7 +244,7 @@ def _engines(view: View, before: View | None, most: int) -> Table:
     if len(listed) > most:
         most -= 1
     for each in listed[:most]:
-        last = old.get((each.tenant, each.engine_id), admin_pb2.EngineStats())
+        last = old.get((each.tenant, each.engine_id), EngineNow("", ""))
         row(
             shown,
             _cut(each.engine_id, 24),
@@ -258,14 +260,14 @@ def _engines(view: View, before: View | None, most: int) -> Table:
     return shown
 
 
-def _events(found: Sequence[admin_pb2.Event]) -> Table:
+def _events(found: Sequence[Event]) -> Table:
     shown = table("last events", "what", "amount", "who", right=("amount",))
     for each in reversed(found):
         row(shown, *_words(each, each.count))
     return shown
 
 
-def _words(event: admin_pb2.Event, count: int) -> tuple[str, str, str, str]:
+def _words(event: Event, count: int) -> tuple[str, str, str, str]:
     """Return an event as cells: time, kind and reason, amount, subject."""
     at = time.strftime("%H:%M:%S", time.localtime(event.last_at))
     amount = size(count) if event.kind == "quarantine" else f"{count:,}"
@@ -285,8 +287,8 @@ def events(
     It begins with what happened last. With --json each event is one object on
     a line; an event that goes on is told again, with what was added to it.
     """
-    with AdminClient(socket_dir) as daemon, contextlib.suppress(KeyboardInterrupt):
-        for event, added in _followed(daemon, once=once):
+    with contextlib.suppress(KeyboardInterrupt):
+        for event, added in _followed(daemon_at(socket_dir), once=once):
             if as_json:
                 say_json({**plain(event), "added": added})
             else:
@@ -295,7 +297,7 @@ def events(
             sys.stdout.flush()
 
 
-def _followed(daemon: AdminClient, *, once: bool) -> Iterator[tuple[admin_pb2.Event, int]]:
+def _followed(daemon: AdminClient, *, once: bool) -> Iterator[tuple[Event, int]]:
     """Yield each event with what was added to it since it was last yielded; forever unless
     ``once``.
     """

@@ -304,8 +304,8 @@ class Settings(BaseSettings):
     )
     grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
         "on",
-        description="Engines' calls over gRPC, for clients in other languages; engines that use "
-        "frames need none. Operators' calls have a socket of their own.",
+        description="Engines' calls over gRPC, for clients in other languages that run as the "
+        "daemon's user; engines that use frames need none.",
     )
     http: Address = Field(
         "127.0.0.1:9460",

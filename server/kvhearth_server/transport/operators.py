@@ -49,23 +49,20 @@ class Operators:
         self._admin = admin_token.encode()
         self._read = read_token.encode()
 
-    def at_once(self, token: str) -> tuple[Right, str]:
-        """Return the rights and the identity's name of a token that needs no slow hash; the name is
-        "" for one of the daemon's own.
+    async def rights(self, token: str, address: str) -> tuple[Right, str]:
+        """Return the rights and the identity's name of a token, "" for one of the daemon's own; a
+        slow hash is taken beside the loop.
         """
         data = token.encode(errors="surrogatepass")
         if hmac.compare_digest(data, self._admin):
             return Right.ALL, ""
         if self._read and hmac.compare_digest(data, self._read):
             return Right.LISTS, ""
-        found = self.doors.known(token) if self.doors is not None and token else None
-        return _rights_of(found)
-
-    async def rights(self, token: str, address: str) -> tuple[Right, str]:
-        """Return as ``at_once``; a token that needs a slow hash is hashed beside the loop."""
-        right, name = self.at_once(token)
-        if name or right or self.doors is None or not token:
-            return right, name
+        if self.doors is None or not token:
+            return Right.NONE, ""
+        found = self.doors.known(token)
+        if found is not None:
+            return _rights_of(found)
         try:
             return _rights_of(await asyncio.to_thread(self.doors.identify, token, None, address))
         except KVHearthError:

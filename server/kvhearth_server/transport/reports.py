@@ -1,7 +1,5 @@
-"""Reports for operators and their actions: plain dataclasses, answered as JSON and as messages.
-
-HTTP answers a report as JSON, and its docstring and descriptions are OpenAPI's. ``message_of``
-makes AdminService's message of it, which the CLI prints.
+"""Reports for operators and their actions: plain dataclasses that HTTP answers as JSON and the CLI
+reads back. Their docstrings and descriptions are OpenAPI's.
 """
 
 from __future__ import annotations
@@ -13,14 +11,15 @@ import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from google.protobuf.message import Message
 from pydantic import Field
 
+from kvhearth.contract import KEY_BYTES_MAX, KEY_BYTES_MIN, Contract, namespace_digest
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import Tier
 from kvhearth.version import PROTOCOL_VERSION, __version__
-from kvhearth_server.core.inspection import held_by_groups
+from kvhearth_server.core.inspection import held_by_groups, places
 from kvhearth_server.core.state import require
 from kvhearth_server.engine import snapshot as admin_work
 from kvhearth_server.engine.engine import Engine
@@ -52,12 +51,11 @@ operator: ContextVar[str] = ContextVar("operator", default="")
 
 
 @contextlib.contextmanager
-def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[str, object]]:
+def audited(verb: str, peer: str, **fields: object) -> Iterator[dict[str, object]]:
     """Log ``admin.VERB`` when the block ends, with its result: done, cancelled (the operator hung
     up), failed, or the reason of a refusal.
 
     Args:
-        door: grpc or http.
         peer: the requester, as far as the transport knows it.
         fields: parameters of the action; the block may add results to the dict that it receives.
     """
@@ -77,7 +75,7 @@ def audited(verb: str, door: str, peer: str, **fields: object) -> Iterator[dict[
     finally:
         say = _log.info if result == "done" else _log.warning
         by = named(operator.get())
-        say(f"admin.{verb}", result=result, door=door, peer=peer, **by, **details)
+        say(f"admin.{verb}", result=result, peer=peer, **by, **details)
 
 
 def check_label(label: str | None) -> None:
@@ -110,12 +108,9 @@ def named(identity: str) -> dict[str, str]:
     return {"identity": plain_text(identity, _NAME_CHARS)} if identity else {}
 
 
-def refused(door: str, peer: str) -> None:
+def refused(peer: str) -> None:
     """Log a request without the admin token, once a second at most."""
-    _refusals.warning("admin.refused", kind=door, door=door, peer=peer, result="not_admin")
-
-
-MessageT = TypeVar("MessageT", bound=Message)
+    _refusals.warning("admin.refused", kind="http", peer=peer, result="not_admin")
 
 
 @dataclass(frozen=True)
@@ -130,11 +125,6 @@ class Version:
 @dataclass(frozen=True)
 class SegmentStats(SegmentNow):
     """The memory of one tenant, in bytes."""
-
-    @property
-    def bytes(self) -> int:
-        """Return the capacity under its name in the message."""
-        return self.capacity_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -257,16 +247,6 @@ class Namespace:
         bool, Field(description="Of a run that has ended: its blocks are the first victims.")
     ]
 
-    @property
-    def bytes(self) -> int:
-        """Return the used bytes under their name in the message."""
-        return self.used_bytes
-
-    @property
-    def contract_json(self) -> str:
-        """Return the contract's canonical JSON."""
-        return json.dumps(self.contract, sort_keys=True, separators=(",", ":"))
-
 
 @dataclass(frozen=True)
 class Namespaces:
@@ -296,6 +276,71 @@ class Leases:
 
     boot_id: str
     groups: list[LeaseHolder]
+
+
+@dataclass(frozen=True)
+class KeyPlace:
+    """A block of a key, in memory or on SSD."""
+
+    namespace: str
+    tenant: str
+    kv_group: int
+    state: str
+    tier: str
+    epoch: int
+    namespace_epoch: int
+    shard_bytes: int
+    shards: int
+    why_not: Annotated[str, Field(description="Why a lookup does not hit it; empty if it does.")]
+    leases: int = 0
+    pins: int = 0
+
+
+@dataclass(frozen=True)
+class KeyPlaces:
+    """Where a key is: in which namespaces and KV groups, and whether it would be served."""
+
+    boot_id: str
+    places: list[KeyPlace]
+
+
+@dataclass(frozen=True)
+class FieldDifference:
+    """A field in which two contracts differ."""
+
+    field: str
+    asked: str
+    stored: str
+
+
+@dataclass(frozen=True)
+class NamespaceDifference:
+    """A namespace whose contract is near another one, and what tells them apart."""
+
+    namespace: str
+    fields: list[FieldDifference]
+
+
+@dataclass(frozen=True)
+class ContractPlace:
+    """The namespace of a contract, and those of the tenant that are near it."""
+
+    boot_id: str
+    namespace: str
+    exists: bool
+    nearest: list[NamespaceDifference]
+    shares: list[ShareNow]
+
+
+@dataclass(frozen=True)
+class Books:
+    """Whether a recount of everything agrees with the books."""
+
+    boot_id: str
+    balanced: bool
+    error: Annotated[
+        str, Field(description="What disagrees, with both numbers; empty if nothing does.")
+    ]
 
 
 @dataclass(frozen=True)
@@ -330,29 +375,6 @@ class Reload:
     boot_id: str
     changed: Annotated[list[str], Field(description="They hold now.")]
     needs_restart: Annotated[list[str], Field(description="They hold after a restart only.")]
-
-
-def message_of(kind: type[MessageT], report: object, **more: object) -> MessageT:
-    """Return a report as a message: each field from the attribute of its name, or from ``more``."""
-    return kind(**{**_values(kind.DESCRIPTOR, report, more), **more})
-
-
-def _values(descriptor: Any, report: object, more: Any = ()) -> dict[str, Any]:
-    """Return the values of a message's fields; nested reports become dicts of their values."""
-    found = {}
-    for each in descriptor.fields:
-        if each.name in more:
-            continue
-        value = getattr(report, each.name)
-        if isinstance(value, list):
-            value = [_nested(each, part) for part in value]
-        found[each.name] = _nested(each, value)
-    return found
-
-
-def _nested(described: Any, value: Any) -> Any:
-    is_report = dataclasses.is_dataclass(value)
-    return _values(described.message_type, value) if is_report else value
 
 
 def version(engine: Engine) -> Version:
@@ -482,6 +504,86 @@ async def leases(engine: Engine) -> Leases:
     return Leases(engine.boot_id, sorted(found, key=lambda holder: -holder.oldest_s))
 
 
+def key_places(engine: Engine, key: bytes) -> KeyPlaces:
+    """Return the places of a key.
+
+    Raises:
+        KVHearthError: ``bad_keys`` if nothing of this length can be a key.
+    """
+    require(
+        KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX,
+        Reason.BAD_KEYS,
+        f"a key has {KEY_BYTES_MIN}..{KEY_BYTES_MAX} bytes, this one has {len(key)}",
+    )
+    in_memory = [
+        KeyPlace(
+            namespace=place.namespace.digest.hex(),
+            tenant=place.namespace.tenant,
+            kv_group=place.kv_group,
+            state=place.state.name.lower(),
+            tier=place.tier.name.lower(),
+            epoch=place.epoch,
+            namespace_epoch=place.namespace.epoch,
+            shard_bytes=place.shard_bytes,
+            shards=place.shards,
+            why_not=place.why_not,
+            leases=place.leases,
+            pins=place.pins,
+        )
+        for place in places(engine.core.state, key)
+    ]
+    return KeyPlaces(engine.boot_id, [*in_memory, *_on_ssd(engine, key)])
+
+
+def _on_ssd(engine: Engine, key: bytes) -> Iterator[KeyPlace]:
+    """Yield the key's blocks on SSD, in every namespace and KV group."""
+    state, tiering = engine.core.state, engine.tiering
+    for namespace in state.namespaces if tiering is not None else ():
+        for kv_group, spec in enumerate(namespace.contract.groups):
+            assert tiering is not None
+            if not tiering.present(namespace, kv_group, [key])[0]:
+                continue
+            here = int(state.index.find(namespace.number, kv_group, [key])[0]) >= 0
+            yield KeyPlace(
+                namespace=namespace.digest.hex(),
+                tenant=namespace.tenant,
+                kv_group=kv_group,
+                state="saved",
+                tier=Tier.SSD.name.lower(),
+                epoch=namespace.epoch,
+                namespace_epoch=namespace.epoch,
+                shard_bytes=spec.page_bytes,
+                shards=spec.shards,
+                why_not=_IN_MEMORY_TOO if here else _SSD_ONLY,
+            )
+
+
+_SSD_ONLY = "it is on SSD only: a lookup with prefetch, or a prefetch, loads it first"
+_IN_MEMORY_TOO = "this is a copy: the block is served from memory"
+
+
+def contract_place(engine: Engine, tenant: str, text: str) -> ContractPlace:
+    """Return the namespace of a contract; ``tenant`` may be empty for the first one.
+
+    Raises:
+        KVHearthError: ``bad_contract``.
+    """
+    state = engine.core.state
+    contract = Contract.from_json(text)
+    tenant = tenant or state.table.geometry.segments[0].tenant
+    digest = namespace_digest(tenant, contract)
+    nearest = [
+        NamespaceDifference(
+            space.digest.hex(),
+            [FieldDifference(name, plain_text(a), plain_text(b)) for name, a, b in fields],
+        )
+        for space, fields in state.namespaces.explain(tenant, contract)
+    ]
+    shares = [each for each in admin_work.take_shares(engine) if each.tenant == tenant]
+    known = state.namespaces.find(digest) is not None
+    return ContractPlace(engine.boot_id, digest.hex(), known, nearest, shares)
+
+
 def _digests(engine: Engine) -> dict[int, str]:
     """Return the namespaces' digests. An ended group may outlive its namespace, which was empty and
     made place for another one.
@@ -513,19 +615,18 @@ def _digest(namespace: str) -> bytes:
 
 @dataclass(frozen=True)
 class Actions:
-    """Operators' actions through one door (grpc or http), each with its line in the audit log.
+    """Operators' actions, each with its line in the audit log.
 
     Raises:
         KVHearthError: as the functions of ``engine.snapshot``.
     """
 
     engine: Engine
-    door: str
 
     async def evict(self, peer: str, namespace: str, keep_bytes: int, tier: str | None) -> Evicted:
         """Remove blocks of a namespace, coldest first, down to ``keep_bytes``."""
         asked = {"namespace": namespace, "keep_bytes": keep_bytes, "tier": tier}
-        with audited("evict", self.door, peer, **asked) as details:
+        with audited("evict", peer, **asked) as details:
             require(tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {tier}")
             digest, where = _digest(namespace), _TIERS[tier]
             removed = await admin_work.evict(self.engine, digest, keep_bytes, where)
@@ -539,7 +640,7 @@ class Actions:
         ``label`` names the new ones at remotes.
         """
         named = {} if label is None else {"label": label}
-        with audited("forget", self.door, peer, namespace=namespace, **named) as details:
+        with audited("forget", peer, namespace=namespace, **named) as details:
             check_label(label)
             digest = _digest(namespace)
             epoch = await admin_work.forget(self.engine, digest, expected_epoch, label)
@@ -548,13 +649,13 @@ class Actions:
 
     async def reload(self, peer: str) -> Reload:
         """Read the settings again and apply those that may change while serving."""
-        with audited("reload", self.door, peer) as details:
+        with audited("reload", peer) as details:
             done = await self.engine.reload()
             details |= {"changed": done.changed, "needs_restart": done.needs_restart}
         return Reload(self.engine.boot_id, done.changed, done.needs_restart)
 
     def drain(self, peer: str) -> Drained:
         """Accept no more stores and attaches, as before a shutdown."""
-        with audited("drain", self.door, peer):
+        with audited("drain", peer):
             self.engine.drain()
         return Drained(self.engine.boot_id, True)

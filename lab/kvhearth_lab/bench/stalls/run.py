@@ -19,7 +19,6 @@ import numpy as np
 from kvhearth.client import KVClient
 from kvhearth.contract import Contract
 from kvhearth.model import U8, checksum_of
-from kvhearth.proto.v1 import admin_pb2
 from kvhearth.results import CommitGroup
 from kvhearth.version import __version__
 from kvhearth_lab.bench.daemon import (
@@ -250,20 +249,9 @@ def _many(course: Course, sizes: Sizes) -> None:
 
 def _evict_all(daemon: Served) -> int:
     """Evict every namespace as ``kvhearth evict --keep 0`` does; returns the number of blocks."""
-    listing = admin_pb2.ListNamespacesRequest()
-    spaces = daemon.admin(
-        lambda stub, token: stub.ListNamespaces(listing, metadata=token, timeout=DEADLINE_S)
-    )
-    wanted = [
-        admin_pb2.EvictRequest(namespace=space.namespace, keep_bytes=0)
-        for space in spaces.namespaces
-    ]
-    replies = daemon.admin(
-        lambda stub, token: [
-            stub.Evict(request, metadata=token, timeout=DEADLINE_S) for request in wanted
-        ]
-    )
-    return sum(reply.evicted_blocks for reply in replies)
+    operator = daemon.operator(DEADLINE_S)
+    spaces = operator.namespaces().namespaces
+    return sum(operator.evict(space.namespace, 0, None).evicted_blocks for space in spaces)
 
 
 def _bad_blocks(watched: Watched, engine: Engine, first: int) -> None:
@@ -279,7 +267,7 @@ def _bad_blocks(watched: Watched, engine: Engine, first: int) -> None:
         if time.monotonic() > end:
             raise broken("bad blocks were not removed")
         time.sleep(0.05)
-    removed = watched.daemon.stats(check_books=False).counters.get("removed_blocks{checksum}", 0)
+    removed = watched.daemon.stats().counters.get("removed_blocks{checksum}", 0)
     if removed != BAD:
         raise broken(f"{removed} bad blocks were removed, not {BAD}")
 

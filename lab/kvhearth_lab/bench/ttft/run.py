@@ -217,7 +217,7 @@ def ours(setup: Setup, name: str) -> Iterator[Side]:
 
 def _wait_attached(daemon: Served) -> None:
     end = time.monotonic() + _ATTACH_S
-    while not daemon.stats(check_books=False).groups:
+    while not daemon.stats().groups:
         if time.monotonic() > end:
             raise EngineFailed("the engine does not attach to the daemon")
         time.sleep(0.05)

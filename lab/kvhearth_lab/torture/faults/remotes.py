@@ -12,12 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
-
 import kvhearth_server
-from kvhearth.proto.v1 import admin_pb2
-from kvhearth.wire.frames import Stub
-from kvhearth_lab.harness.daemon import ADMIN_S, Metadata
+from kvhearth.errors import KVHearthError
 from kvhearth_lab.torture.decks import MOVER_POINT, Decks, Mark
 from kvhearth_lab.torture.faults.base import Fault, Parameters
 from kvhearth_lab.torture.faults.daemon import OF_MOVERS
@@ -55,17 +51,10 @@ class _TierFault(Fault):
 def _evict(world: World) -> None:
     """Evict all that memory can do without, as an operator would."""
 
-    def evict(stub: Stub, token: Metadata) -> None:
-        listing = admin_pb2.ListNamespacesRequest()
-        spaces = stub.ListNamespaces(listing, metadata=token, timeout=ADMIN_S)
-        for space in spaces.namespaces:
-            wanted = admin_pb2.EvictRequest(
-                namespace=space.namespace, tier=admin_pb2.EVICT_TIER_MEMORY
-            )
-            stub.Evict(wanted, metadata=token, timeout=ADMIN_S)
-
-    with contextlib.suppress(grpc.RpcError, OSError):
-        world.daemon.admin(evict)
+    operator = world.daemon.operator()
+    with contextlib.suppress(KVHearthError):
+        for space in operator.namespaces().namespaces:
+            operator.evict(space.namespace, 0, "memory")
 
 
 def _server_down(world: World, for_s: float) -> None:

@@ -194,11 +194,11 @@ SERVICE: tuple[Metric, ...] = (
     ),
     counter(
         "kvhearth_door_restarts_total",
-        "Sockets and operators' tokens made anew, by door: they were removed, or gRPC had failed.",
-        "Alert: rising means that somebody removes them, or sends what ends gRPC's server.",
+        "Sockets and operators' tokens made anew, by door: they were removed.",
+        "Alert: rising means that somebody removes them.",
         "door_restarts",
         "door",
-        {"admin", "admin_token", "attach", "calls", "grpc"},
+        {"admin", "admin_token", "attach", "calls"},
     ),
     Metric(
         "kvhearth_share_used",
@@ -277,8 +277,8 @@ SERVICE: tuple[Metric, ...] = (
         "task",
         usual={
             *("admin_door", "attach", "attach_connection", "catalogue", "drains"),
-            *("files", "garbage", "gateway", "grpc_door", "http_accept", "keeper", "lag"),
-            *("miss_ratios", "pins"),
+            *("files", "garbage", "gateway", "http_accept", "http_path", "http_tick"),
+            *("keeper", "lag", "miss_ratios", "pins"),
             *("populate", "recovery", "reload", "scrub", "scrub_ssd", "sum", "tiering", "trim"),
             *("verify", "watch", "watchdog"),
         },

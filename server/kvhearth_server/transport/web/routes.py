@@ -34,14 +34,14 @@ from kvhearth_server.transport.reports import LABEL_BYTES_MAX, Actions, operator
 from kvhearth_server.transport.web import problems
 from kvhearth_server.transport.web.page import Guide, Stream, live_routes, page_routes
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
-from kvhearth_server.transport.web.protocol import REFUSED
+from kvhearth_server.transport.web.server import LOCAL
 
 BODY_BYTES_MAX = 64 << 10
 BODY_S = 10.0
 
 
 class Bounds:
-    """Refuses bodies that are too long or too slow and, on a loopback address, requests for another
+    """Refuses bodies that are too long or too slow and, at a loopback address, requests for another
     host.
 
     A page in a local browser must not read from the daemon by pointing its own name at our address
@@ -59,7 +59,8 @@ class Bounds:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get(b"host", "")
-        if not self._any_host and not is_loopback(_bare(host)):
+        any_host = self._any_host or LOCAL in scope
+        if not any_host and not is_loopback(_bare(host)):
             error = KVHearthError(Reason.BAD_MESSAGE, f"host {host!r} is not this daemon's name")
             await self._refuse(scope, receive, send, error, 421)
             return
@@ -72,8 +73,7 @@ class Bounds:
             return
         if body is None:
             # A request whose body stops halfway is not carried out: what it asks for is unknown.
-            if not scope.get("state", {}).get(REFUSED):
-                self._engine.counters.add("refusals", 1, str(Reason.BAD_MESSAGE))
+            self._engine.counters.add("refusals", 1, str(Reason.BAD_MESSAGE))
             return
         if len(body) > BODY_BYTES_MAX:
             message = f"the body has more than {BODY_BYTES_MAX} bytes"
@@ -132,7 +132,12 @@ Digest = Annotated[
 ]
 
 
+Key = Annotated[str, Path(description="Key, hex digits.", pattern="^([0-9a-f]{2})+$")]
+
+
 async def _caller(request: Request) -> str:
+    if LOCAL in request.scope:
+        return "unix"
     return f"{request.client.host}:{request.client.port}" if request.client else ""
 
 
@@ -172,7 +177,7 @@ class Tokens:
 
     async def sums(self, request: Request, caller: CallContext) -> None:
         """Admit everyone, or readers where the address is guarded."""
-        if self._operators.guarded:
+        if self._operators.guarded and LOCAL not in request.scope:
             given = await _BEARER(request)
             message = "send the token of an identity whose role is reader or admin as bearer token"
             await self._admit(given, request, caller, Right.SUMS, message)
@@ -185,11 +190,13 @@ class Tokens:
         least: Right,
         message: str,
     ) -> None:
+        if LOCAL in request.scope:
+            return
         token = given.credentials if given is not None else ""
         address = request.client.host if request.client else ""
         right, name = await self._operators.rights(token, address)
         if right < least:
-            refused("http", caller)
+            refused(caller)
             raise KVHearthError(Reason.NOT_ADMIN, message)
         operator.set(name)
 
@@ -276,6 +283,13 @@ class EvictRequest(BaseModel, extra="forbid"):
     )
 
 
+class ExplainRequest(BaseModel, extra="forbid"):
+    """A contract, as kvhearth sessions and the handshake have it."""
+
+    contract: dict[str, Any]
+    tenant: str = Field("", description="Default: the first one.")
+
+
 class BumpRequest(BaseModel, extra="forbid"):
     """The weights epoch that is expected, and the name of the new weights."""
 
@@ -288,14 +302,6 @@ class BumpRequest(BaseModel, extra="forbid"):
         description="Name of the new weights, by which hosts share blocks at remotes. Without it "
         "the namespace is off the remotes until a bump with a label.",
     )
-
-
-class Books(BaseModel):
-    """Whether a recount of everything agrees with the books."""
-
-    boot_id: str
-    balanced: bool
-    error: str = Field(description="What disagrees, with both numbers; empty if nothing does.")
 
 
 _SECRET = re.compile(r"token|secret|password|credential|(^|_)key$")
@@ -351,6 +357,16 @@ def state_routes(engine: Engine, tokens: Tokens) -> APIRouter:
         """Leases of readers, by group."""
         return documents.answer("groups", iter((await reports.leases(engine)).groups))
 
+    @lists.get("/keys/{key}")
+    async def key(key: Key) -> reports.KeyPlaces:
+        """Where a key is, and whether it would be served."""
+        return reports.key_places(engine, bytes.fromhex(key))
+
+    @lists.post("/contracts:explain")
+    async def explain(request: ExplainRequest) -> reports.ContractPlace:
+        """The namespace of a contract, and those that are near it."""
+        return reports.contract_place(engine, request.tenant, json.dumps(request.contract))
+
     router.include_router(lists)
     return router
 
@@ -360,7 +376,7 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
     router = APIRouter(
         tags=["admin"], dependencies=[Depends(tokens.admin)], responses=problem_responses(403)
     )
-    boot_id, actions = engine.boot_id, Actions(engine, "http")
+    boot_id, actions = engine.boot_id, Actions(engine)
 
     @router.get("/v1/config")
     async def config() -> Config:
@@ -388,11 +404,16 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
         """Accept no more stores and attaches, as before a shutdown."""
         return actions.drain(caller)
 
+    @router.post("/v1/admin:reload", responses=problem_responses(409))
+    async def reload(caller: CallContext) -> reports.Reload:
+        """Read the settings again, and apply those that may change while serving."""
+        return await actions.reload(caller)
+
     @router.get("/debug/books")
-    async def books() -> Books:
+    async def books() -> reports.Books:
         """Recount everything in portions: the daemon serves other requests in between."""
         error = await admin_work.check_books(engine)
-        return Books(boot_id=boot_id, balanced=not error, error=error)
+        return reports.Books(boot_id, not error, error)
 
     @router.get("/debug/stacks", response_class=PlainTextResponse)
     async def stacks() -> str:

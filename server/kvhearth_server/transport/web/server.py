@@ -1,52 +1,42 @@
-"""Runs uvicorn on the daemon's own loop: with our own socket, no signals, bounded idle
-connections.
-"""
+"""Serves HTTP with uvicorn's protocol: on a unix socket of the daemon's user, and at an address."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.config.load import Settings
-from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, get_logger
-from kvhearth_server.transport.operators import Operators
-from kvhearth_server.transport.web.protocol import (
-    BoundedProtocol,
-    Places,
-    protocol_of,
-)
-from kvhearth_server.transport.web.routes import make_app
+from kvhearth_server.ownership import listening
 
 HEAD_BYTES_MAX = 16 << 10
+STUCK_S = 20.0
+"""Time after which a connection ends whose peer sends no whole request, or reads no answer."""
+LOCAL = "kvhearth.local"
+"""Key in a request's scope: it came by the socket that only the daemon's user can open."""
+_LOCAL_MAX = 32
+"""Connections that may be open to the unix socket."""
 _KEEP_ALIVE_S = 15
-_STOP_S = 2.0
-_TICK_S = 1.0
-_ACCEPT_PAUSE_S = 1 / 512
-"""Least time between two connections; the others wait in the kernel's queue."""
-_HANDSHAKE_PAUSE_S = 1 / 64
-"""The same under TLS, whose handshakes take a millisecond of the daemon's loop each."""
 _HANDSHAKE_S = 5.0
-_HANDSHAKES_MAX = 64
-_ACCEPTED_AT_ONCE = 8
+_TICK_S = 1.0
 _ACCEPT_AGAIN_S = 0.05
-_BACKLOG = 512
-"""Connections in the kernel's queue: one second of them."""
-_refusals = LimitedLog(get_logger("kvhearth.http"))
+_BACKLOG = 128
+_troubles = LimitedLog(get_logger("kvhearth.http"))
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address.
+def at_address(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address; port 0 takes any free one.
 
     Raises:
         KVHearthError: ``socket_unusable``: another process has it, or it is not this host's.
@@ -67,50 +57,37 @@ def listening(host: str, port: int) -> socket.socket:
     return found
 
 
+def _text(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Listener:
-    """Serves an application at an address. ``bind``, then ``start``; ``stop`` ends it.
+    """Accepts connections from a listening socket, and has uvicorn answer their requests.
+
+    uvicorn bounds neither how many are open nor how long one waits for its peer.
 
     Args:
-        host, port: the address; port 0 takes any free one.
-        places: how many connections may be open, and who is told of refusals.
+        connections_max: connections that may be open; the next one ends an idle one, or else is
+            closed.
+        crowded: called when that happens.
         tls: returns the context of the next connection; None for plain HTTP.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        places: Places,
+        app: ASGIApp,
+        connections_max: int,
+        crowded: Callable[[], None],
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
-        self._places = places
-        self._tls = tls
-        self._host = host
-        self._port = port
-        self._socket: socket.socket | None = None
-        self._server: _Server | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def bind(self) -> str:
-        """Bind the address and return it as ``HOST:PORT``; with port 0 it is only known then.
-
-        Raises:
-            KVHearthError: as ``listening``.
-        """
-        self._socket = listening(self._host, self._port)
-        host, port = self._socket.getsockname()[:2]
-        return _text(host, port)
-
-    async def start(self, app: ASGIApp, supervisor: Supervisor) -> None:
-        """Answer requests from now on."""
-        assert self._socket is not None, "bind first"
-        config = uvicorn.Config(
+        self._connections_max, self._crowded, self._tls = connections_max, crowded, tls
+        self._config = uvicorn.Config(
             app,
-            http=protocol_of(self._places),
+            http=H11Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -118,115 +95,92 @@ class Listener:
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         )
-        self._server = _Server(config, self._tls)
-        self._task = asyncio.create_task(self._server.serve([]), name="http")
-        while not self._server.started:
-            if self._task.done():
-                self._task.result()
-                raise KVHearthError(Reason.INTERNAL, "the HTTP server ended at its start")
-            await asyncio.sleep(0)
-        supervisor.spawn("http_accept", partial(self._server.accept_forever, self._socket))
+        self._config.load()
+        self._uvicorn = uvicorn.Server(self._config)
+        self._uvicorn.lifespan = self._config.lifespan_class(self._config)
+        self._making = set[asyncio.Task[Any]]()
+        self._stuck = dict[tuple[Any, ...], float]()
 
-    async def stop(self) -> None:
-        """Stop; requests under way have a moment to finish."""
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close()
-        if self._server is not None and self._task is not None:
-            self._server.end.set()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._task, _STOP_S)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the daemon, and wakes once a second instead of ten times."""
-
-    def __init__(self, config: uvicorn.Config, tls: Callable[[], ssl.SSLContext | None]) -> None:
-        super().__init__(config)
-        self.end = asyncio.Event()
-        self._tls = tls
-        self._making = dict[asyncio.Task[Any], None]()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Do nothing: SIGTERM and SIGINT belong to the daemon."""
-        yield
-
-    async def accept_forever(self, listener: socket.socket) -> None:
-        """Accept connections, a few in one turn of the loop. asyncio's own servers accept a whole
-        queue in one.
-        """
+    async def accept(self, listener: socket.socket) -> None:
+        """Accept connections until the socket is closed."""
         loop = asyncio.get_running_loop()
-        next_at, context = loop.time(), None
         while listener.fileno() >= 0:
             try:
                 connection, _ = await loop.sock_accept(listener)
                 context = self._tls()
-                self._make(loop, connection, context)
-            except OSError as error:
-                # Out of descriptors, most likely; a peer that has gone already costs nothing.
-                _refusals.warning("http.cannot_accept", kind="accept", error=str(error))
+            except OSError as error:  # too few descriptors, most likely
+                _troubles.warning("http.cannot_accept", kind="accept", error=str(error))
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
-            pause_s = _ACCEPT_PAUSE_S if context is None else _HANDSHAKE_PAUSE_S
-            # A turn that took long is made up for, or a probe would wait for the whole queue.
-            now = loop.time()
-            next_at = max(next_at, now - _ACCEPTED_AT_ONCE * pause_s) + pause_s
-            if next_at > now:
-                await asyncio.sleep(next_at - now)
-
-    def _make(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        connection: socket.socket,
-        context: ssl.SSLContext | None,
-    ) -> None:
-        """Serve a connection, after its handshake; the oldest handshake makes room for others."""
-        timeout_s = None if context is None else _HANDSHAKE_S
-        making = loop.connect_accepted_socket(
-            self._protocol,
-            connection,
-            ssl=context,
-            ssl_handshake_timeout=timeout_s,
-            ssl_shutdown_timeout=timeout_s,
-        )
-        if len(self._making) >= _HANDSHAKES_MAX:
-            next(iter(self._making)).cancel()
-        task = loop.create_task(making)
-        self._making[task] = None
-        task.add_done_callback(self._made)
+                continue
+            state = self._uvicorn.server_state
+            if len(state.connections) + len(self._making) >= self._connections_max:
+                self._crowded()
+                idle = next(filter(_is_idle, state.connections), None)
+                if idle is None:
+                    connection.close()
+                    continue
+                idle.transport.abort()
+                await asyncio.sleep(0)  # its descriptor is free
+            making = loop.connect_accepted_socket(
+                partial(H11Protocol, self._config, state, {}),
+                connection,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else _HANDSHAKE_S,
+            )
+            task = loop.create_task(making)
+            self._making.add(task)
+            task.add_done_callback(self._made)
 
     def _made(self, task: asyncio.Task[Any]) -> None:
-        self._making.pop(task, None)
+        self._making.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _refusals.warning("http.cannot_accept", kind="made", error=str(error))
+            _troubles.warning("http.cannot_accept", kind="made", error=str(error))
 
-    def _protocol(self) -> asyncio.Protocol:
-        return self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state={}
-        )
+    async def tick(self) -> None:
+        """Keep the date header right, and end connections whose peer does nothing; call once a
+        second.
+        """
+        await self._uvicorn.on_tick(0)
+        now, before, self._stuck = time.monotonic(), self._stuck, {}
+        connections: set[Any] = self._uvicorn.server_state.connections
+        for each in connections:
+            if _is_idle(each) or each.flow.write_paused:
+                place = each, each.cycle, each.transport.get_write_buffer_size()
+                since = self._stuck[place] = before.get(place, now)
+                if now - since > STUCK_S:
+                    each.transport.abort()
 
-    async def main_loop(self) -> None:
-        """Run until ``end``; a tick keeps the date header right and ends slow connections."""
-        loop = asyncio.get_running_loop()
-        while not self.end.is_set():
-            await self.on_tick(0)
-            for connection in list(self.server_state.connections):
-                if isinstance(connection, BoundedProtocol):
-                    connection.tick(loop.time())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):
-                    await self.end.wait()
+    async def stop(self) -> None:
+        """Close all connections; requests under way have a moment to finish."""
+        for task in self._making:
+            task.cancel()
+        self._uvicorn.servers = []
+        await self._uvicorn.shutdown()
 
 
-def _text(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _is_idle(connection: Any) -> bool:
+    """Whether a connection has no request under way."""
+    cycle = connection.cycle
+    waits = cycle is None or cycle.response_complete
+    return bool(waits and not connection.transport.is_closing())
+
+
+def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Tell what asyncio's callbacks raise; some bytes that are no HTTP end in such an error of
+    uvicorn's.
+    """
+    if isinstance(context.get("protocol"), H11Protocol):
+        error = str(context.get("exception"))
+        _troubles.warning("http.bad_bytes", kind="bytes", error=error)
+    else:
+        loop.default_exception_handler(context)
 
 
 class WebServer:
-    """Serves the application at the address of the settings, which must name one.
+    """Serves the application at a path, and at the address of the settings if they name one.
 
     It binds the address at once, so that a daemon that cannot have it ends before it serves
-    anything; it answers requests from ``start`` on.
+    anything; it answers requests from ``start`` and ``open`` on.
 
     Raises:
         KVHearthError: ``socket_unusable``.
@@ -234,29 +188,51 @@ class WebServer:
 
     def __init__(
         self,
-        settings: Settings,
-        engine: Engine,
-        operators: Operators,
+        app: ASGIApp,
+        address: tuple[str, int] | None,
         connections_max: int,
+        crowded: Callable[[], None],
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
-        examine: Callable[[], list[dict[str, str]]] = list,
     ) -> None:
-        address = settings.http_address
-        assert address is not None, "HTTP is off"
-        self._app = make_app(engine, settings, operators, examine)
-        places = Places(
-            # As many more may be probes.
-            max(1, connections_max // 2),
-            lambda reason: engine.counters.add("refusals", 1, str(reason)),
-            lambda: engine.counters.add("connections_refused", 1, "http"),
-        )
-        self._listener = Listener(*address, places, tls)
-        self.address = self._listener.bind()
+        async def local(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, LOCAL: True}, receive, send)
 
-    async def start(self, supervisor: Supervisor) -> None:
-        """Answer requests; call on the engine's loop."""
-        await self._listener.start(self._app, supervisor)
+        self._local = Listener(local, _LOCAL_MAX, crowded)
+        self._remote = Listener(app, connections_max, crowded, tls)
+        self._bound = None if address is None else at_address(*address)
+        self._at_path: socket.socket | None = None
+        self.address = "off" if self._bound is None else _text(*self._bound.getsockname()[:2])
+
+    def open(self, path: Path, supervisor: Supervisor) -> None:
+        """Answer requests of the daemon's user from now on, instead of at the path before.
+
+        Raises:
+            OSError: the path cannot be bound.
+        """
+        listener, former = listening(path, _BACKLOG, owner_only=True), self._at_path
+        if former is not None:
+            asyncio.get_running_loop().remove_reader(former)
+            former.close()
+        self._at_path = listener
+        supervisor.spawn("http_path", partial(self._local.accept, listener), replaces=True)
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Answer requests at the address, too; call on the engine's loop."""
+        supervisor.spawn("http_tick", self._tick)
+        if self._bound is not None:
+            supervisor.spawn("http_accept", partial(self._remote.accept, self._bound))
+
+    async def _tick(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(_unhandled)
+        while True:
+            await self._local.tick()
+            await self._remote.tick()
+            await asyncio.sleep(_TICK_S)
 
     async def stop(self) -> None:
         """Stop; requests under way have a moment to finish."""
-        await self._listener.stop()
+        for listener in (self._at_path, self._bound):
+            if listener is not None:
+                asyncio.get_running_loop().remove_reader(listener)
+                listener.close()
+        await asyncio.gather(self._local.stop(), self._remote.stop())
