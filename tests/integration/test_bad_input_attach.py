@@ -430,7 +430,7 @@ def test_what_the_wire_says_is_no_namespace_of_its_own(daemon: Daemon) -> None:
 
 
 def test_the_sockets_take_any_user_whom_the_directory_lets_in(daemon: Daemon) -> None:
-    for name in ("attach.sock", "grpc.sock"):
+    for name in ("attach.sock", "calls.sock"):
         assert (daemon.socket_dir / name).stat().st_mode & 0o777 == 0o666
     assert (daemon.socket_dir / "admin.token").stat().st_mode & 0o777 == 0o600
 

@@ -161,8 +161,13 @@ ATTACH_AS_ANOTHER_USER = """
 import json, mmap, os, socket, struct, sys
 
 folder, hello = sys.argv[1:]
-with socket.socket(socket.AF_UNIX) as other:
-    other.connect(folder + "/grpc.sock")
+for name in ("grpc.sock", "admin.sock"):
+    with socket.socket(socket.AF_UNIX) as other:
+        try:
+            other.connect(folder + "/" + name)
+            sys.exit(name + " is open to others")
+        except PermissionError:
+            pass
 line = socket.socket(socket.AF_UNIX)
 line.connect(folder + "/attach.sock")
 line.sendall(struct.pack("<I", len(hello)) + hello.encode())

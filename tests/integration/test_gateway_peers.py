@@ -12,7 +12,6 @@ from support.raw_door import RawSession, new_keys, raw_contract
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.wire.handshake import Hello
 
 OWN = os.getuid()
 
@@ -83,11 +82,3 @@ def test_only_gateways_speak_for_others() -> None:
             assert error.reason is Reason.PEER_NOT_ALLOWED
             assert "gateway_uids" in error.message
         RawSession(daemon).close()
-
-
-def test_fields_of_gateways_are_left_out_for_others() -> None:
-    """An older daemon refuses unknown fields."""
-    plain = Hello(1, "engine", raw_contract().to_json())
-    assert not {"tenant", "identity"} & plain.to_message().keys()
-    speaks = Hello(1, "engine", raw_contract().to_json(), tenant="a", identity="rack 1")
-    assert Hello.from_message(speaks.to_message()) == speaks

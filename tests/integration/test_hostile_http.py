@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon, running_daemon, stopped_daemon
+from support.daemon import Daemon, stopped_daemon
 from support.http_door import ANY_PORT, address_of, ask
 from support.raw_door import RawSession, end_well, goes_on, raw_contract
 
@@ -38,7 +38,9 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(token_file: Path) -> Iterator[Daemon]:
-    with running_daemon(arena=False, http=ANY_PORT, read_token_file=token_file) as daemon:
+    with stopped_daemon(arena=False, http=ANY_PORT, read_token_file=token_file) as daemon:
+        daemon.fresh_s = 1.0
+        daemon.start()
         yield daemon
         end_well(daemon)
 

@@ -65,6 +65,7 @@ def test_lookups_by_tier_and_reason_sum_to_the_keys(daemon: Daemon, cached: Cach
     cached.client.bump_epoch()
     assert cached.client.epoch > epoch
     cached.client.lookup({0: keys})
+    until(lambda: Scrape(daemon).of("lookups_total") == 5, "it is posted")
     later = Scrape(daemon)
     assert later.of("lookup_blocks_total", result="miss", reason="epoch") == 8
     assert later.of("lookup_blocks_total") == 29 == daemon.counters()["lookup_keys"]
@@ -136,6 +137,7 @@ def test_calls_by_method_and_code(daemon: Daemon, cached: CachedEngine) -> None:
     cached.store(new_keys(4))
     for _ in range(5):
         cached.client.lookup({0: new_keys(2)})
+    until(lambda: Scrape(daemon).of("lookups_total") == 5, "lookups are posted")
     found = Scrape(daemon)
     assert found.of("rpc_requests_total", method="Lookup", code="OK") == 5
     assert found.of("rpc_seconds_count", method="Lookup") == 5

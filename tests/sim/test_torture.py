@@ -61,6 +61,7 @@ from kvhearth_lab.torture.world_config import (
     Shape,
 )
 from kvhearth_server.core.slot_table import Geometry, State
+from kvhearth_server.engine.snapshot import Stats
 from kvhearth_server.memory.journal import (
     HEADER_BYTES,
     HEADER_DTYPE,
@@ -68,7 +69,6 @@ from kvhearth_server.memory.journal import (
     journal_path,
     sum_check,
 )
-from kvhearth_server.transport.reports import Stats
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 MIB = 1 << 20

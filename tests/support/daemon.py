@@ -16,7 +16,7 @@ import pytest
 
 from kvhearth import native
 from kvhearth_lab.harness import daemon as harness
-from kvhearth_server.transport.reports import Stats
+from kvhearth_server.engine.snapshot import Stats
 from support.nursery import Child, nursery
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
@@ -85,8 +85,8 @@ class Daemon(harness.Daemon):
         """Size of a tier of memory behind the others, for a daemon that is forked."""
         self.remotes: list[Path] = []
         """Folders of scripted remotes behind the others, for a daemon that is forked."""
-        self.fresh_s = 1.0
-        """Age up to which a rendering of the metrics is shared, for a daemon that is forked."""
+        self.fresh_s = 0.0
+        """Age up to which renderings are shared, for a daemon that is forked."""
 
     def _fork(self, flags: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Child:
         return nursery().birth(

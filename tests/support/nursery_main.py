@@ -92,7 +92,7 @@ def serve_daemon(
 
     Args:
         remotes: folders of scripted remotes.
-        fresh_s: age up to which a rendering of the metrics is shared.
+        fresh_s: age up to which renderings are shared.
     """
     from kvhearth import failpoints as faults
     from kvhearth_server.cli.app import run

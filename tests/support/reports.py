@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from typing import Any, TypeVar
 
-from kvhearth_server.transport.reports import SsdStats, Stats
+from kvhearth_server.engine.snapshot import SsdStats, Stats
 
 Report = TypeVar("Report")
 

@@ -10,17 +10,15 @@ from rich.console import Console
 from support.reports import report, ssd, stats
 
 from kvhearth_server.cli.top import View, _drawn, verdict
-from kvhearth_server.engine.snapshot import EngineNow
+from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, SsdDirectory, Stats
 from kvhearth_server.engine.watch import Event
 from kvhearth_server.transport import reports
 
 
-def full_stats(engines: int) -> reports.Stats:
+def full_stats(engines: int) -> Stats:
     """A daemon with many engines, long names and large numbers."""
-    memory = report(
-        reports.SegmentStats, tenant="a" * 40, capacity_bytes=1 << 40, free_bytes=1 << 33
-    )
-    directory = report(reports.SsdDirectory, path="/mnt/" + "d" * 60, capacity_bytes=1 << 43)
+    memory = report(SegmentNow, tenant="a" * 40, capacity_bytes=1 << 40, free_bytes=1 << 33)
+    directory = report(SsdDirectory, path="/mnt/" + "d" * 60, capacity_bytes=1 << 43)
     event = Event(1, 0.0, 0.0, "eviction", "space", "s" * 90, 123_456_789)
     return stats(
         version="0.1.0",
@@ -51,7 +49,7 @@ def full_stats(engines: int) -> reports.Stats:
     )
 
 
-def drawn(found: reports.Stats) -> list[str]:
+def drawn(found: Stats) -> list[str]:
     out = io.StringIO()
     view = View(0.0, found, reports.Sessions("b", []), reports.Leases("b", []))
     Console(file=out, width=80, height=24, highlight=False).print(_drawn(view, None, 24))

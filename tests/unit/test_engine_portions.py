@@ -16,7 +16,7 @@ from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import ChecksumWorkers
-from kvhearth_server.engine.snapshot import EVICTED_MAX, Removed, check_books, evict
+from kvhearth_server.engine.operations import EVICTED_MAX, Removed, check_books, evict
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families as families
+from support.reports import ssd
 
 import kvhearth_server
 from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
 from kvhearth_server.engine.miss_ratio import Curve, HitRatio
 from kvhearth_server.engine.namespace_series import NamespaceNow
-from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, ShareNow, Snapshot, SsdNow
+from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, ShareNow, Snapshot
 from kvhearth_server.observability.counters import (
     LABEL_VALUES_MAX,
     NAMES_MAX,
@@ -28,7 +29,7 @@ from kvhearth_server.observability.counters import (
     Counters,
     Reported,
 )
-from kvhearth_server.observability.exposition import Exposition
+from kvhearth_server.observability.exposition import Renderings
 from kvhearth_server.observability.metrics import COUNTERS, TABLE
 from kvhearth_server.observability.timings import (
     AGE_BOUNDS,
@@ -51,7 +52,7 @@ OPEN = "application/openmetrics-text; version=1.0.0"
 UNITS = ("bytes", "seconds")
 
 
-def an_ssd_tier(**changes: Any) -> SsdNow:
+def a_tier(**changes: Any) -> TierFigures:
     """A tier in which every counter has a distinct value."""
     counts = {name: number for number, name in enumerate(sorted(TIER_COUNTS), 9000)}
     directories = [
@@ -77,7 +78,7 @@ def an_ssd_tier(**changes: Any) -> SsdNow:
         "counts": counts,
         "io_seconds": {"read": Histogram(SECONDS_BOUNDS), "write": Histogram(SECONDS_BOUNDS)},
     }
-    return SsdNow(TierFigures(**(values | changes)), 40, 41, Histogram(SECONDS_BOUNDS))
+    return TierFigures(**(values | changes))
 
 
 def a_remote() -> RemoteFigures:
@@ -120,11 +121,11 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "draining": False,
         "doors_shut": 23,
         "segments": [SegmentNow("t", "2MiB", 2 << 20, 80, 90, 100, 1, 2, 3, 4, 5, 6, 7)],
-        "namespaces": [
+        "busiest_namespaces": [
             NamespaceNow("abc", 8, 9, "t", "m", quota_bytes=47),
             NamespaceNow("other", 10, 11),
         ],
-        "namespace_count": 40,
+        "namespaces": 40,
         "blocks": 12,
         "leases": 13,
         "oldest_lease_s": 14.5,
@@ -134,10 +135,16 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "groups": 18,
         "verifying_blocks": 19,
         "adopt_s": 0.25,
-        "ssd": an_ssd_tier(),
+        "ssd": ssd(demoting_blocks=40, promoting_blocks=41),
+        "tier": a_tier(),
+        "promotion_s": Histogram(SECONDS_BOUNDS),
+        "publishing_blocks": 42,
+        "counters": {},
+        "recent": [],
+        "rates": {},
         "scrub_progress": {"dram": 0.5, "ssd": 0.25},
         "counts": counts,
-        "reported": Counter({"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22}),
+        "client_counters": Counter({"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22}),
         "timings": timings,
         "eviction_ages": ages,
         "engines": [EngineNow("e", "t", leases=48, heartbeat_age_s=4.5)],
@@ -165,7 +172,7 @@ TIER_COUNTS = (
 
 def scraped(now: Snapshot) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Returns samples by name and labels, as parsed by Prometheus' own parser."""
-    body, _ = asyncio.run(Exposition(lambda: now).scrape(""))
+    body, _ = asyncio.run(Renderings(lambda: now).scrape(""))
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families(body.decode())
@@ -219,7 +226,7 @@ def test_every_counter_is_shown() -> None:
 def test_labelled_counters_are_there_from_the_start() -> None:
     """Without an event yet: a rise from an absent series is none, so an alert would miss it."""
     counts = Counters(COUNTERS).values()
-    found = scraped(a_snapshot(counts=counts, reported=Counter()))
+    found = scraped(a_snapshot(counts=counts, client_counters=Counter()))
     for source in ("adoption", "reader"):
         assert value(found, "checksum_failures_total", source=source) == 0
     for reason in Reason:
@@ -253,15 +260,15 @@ def test_usual_words_are_those_that_the_daemon_counts(counter: str, used: set[st
 
 def test_seconds_of_copies() -> None:
     reported = Counter({"store_copy_us": 2_500_000, "load_copy_us": 1})
-    found = scraped(a_snapshot(reported=reported))
+    found = scraped(a_snapshot(client_counters=reported))
     assert value(found, "client_copy_seconds_total", direction="store") == 2.5
     assert value(found, "client_copy_seconds_total", direction="load") == 1e-6
 
 
 def test_both_parsers_read_the_same() -> None:
-    exposition = Exposition(a_snapshot)
-    plain, plain_type = asyncio.run(exposition.scrape("text/plain"))
-    opened, open_type = asyncio.run(exposition.scrape(OPEN))
+    renderings = Renderings(a_snapshot)
+    plain, plain_type = asyncio.run(renderings.scrape("text/plain"))
+    opened, open_type = asyncio.run(renderings.scrape(OPEN))
     assert plain_type.startswith("text/plain")
     assert open_type.startswith("application/openmetrics-text")
     ours = {family.name for family in open_families(opened.decode()) if family.name[:4] == "kvhe"}
@@ -322,14 +329,14 @@ def test_every_counter_of_the_ssd_tier_is_shown() -> None:
     assert len(TIER_COUNTS) > 20
     now = a_snapshot()
     shown = {v for metric in TABLE for _, v in metric.read(now) if not isinstance(v, Histogram)}
-    counts = now.ssd.tier.counts if now.ssd else {}
+    counts = now.tier.counts if now.tier else {}
     assert {name for name, count in counts.items() if count not in shown} <= {
         "recovered_segments"  # ssd_recovery_files reports it
     }
 
 
 def test_counters_of_the_ssd_tier_are_there_from_the_start() -> None:
-    now = a_snapshot(ssd=an_ssd_tier(counts={}), counts=Counters(COUNTERS).values())
+    now = a_snapshot(tier=a_tier(counts={}), counts=Counters(COUNTERS).values())
     found = scraped(now)
     for reason in ("admission", "budget", "full", "queue"):
         assert value(found, "ssd_refused_blocks_total", direction="store", reason=reason) == 0
@@ -355,7 +362,7 @@ def test_a_remotes_figures() -> None:
 
 
 def test_labels_are_the_tiers_own_words() -> None:
-    found = scraped(a_snapshot(ssd=an_ssd_tier()))
+    found = scraped(a_snapshot(tier=a_tier()))
 
     def shown(name: str, label: str) -> set[str]:
         return {dict(labels)[label] for each, labels in found if each == f"kvhearth_{name}"}
@@ -368,14 +375,14 @@ def test_labels_are_the_tiers_own_words() -> None:
 
 def test_reasons_of_refusals_are_those_that_the_tier_gives() -> None:
     used = {Refusal[word].value for word in _words(r"Refusal\.(\w+)", "tiers/ssd")}
-    found = scraped(a_snapshot(ssd=an_ssd_tier(counts={})))
+    found = scraped(a_snapshot(tier=a_tier(counts={})))
     shown = {dict(labels)["reason"] for name, labels in found if "ssd_refused_blocks" in name}
     assert used
     assert used == shown
 
 
 def test_without_an_ssd_tier_there_are_no_series_of_it() -> None:
-    found = scraped(a_snapshot(ssd=None, scrub_progress={"dram": 0.5}))
+    found = scraped(a_snapshot(tier=None, ssd=None, scrub_progress={"dram": 0.5}))
     about = {name for name, _ in found if re.search("ssd|demot|promot|prefetch|repaired", name)}
     assert about == set()
     assert value(found, "scrubbed_blocks_total", tier="dram") > 0
@@ -383,7 +390,9 @@ def test_without_an_ssd_tier_there_are_no_series_of_it() -> None:
 
 def test_labels_cannot_break_a_line() -> None:
     names = [NamespaceNow('a"\n\\b', 1, 1)]
-    assert value(scraped(a_snapshot(namespaces=names)), "namespace_blocks", namespace=names[0].name)
+    assert value(
+        scraped(a_snapshot(busiest_namespaces=names)), "namespace_blocks", namespace=names[0].name
+    )
 
 
 def test_scrapes_at_once_share_one_rendering() -> None:
@@ -394,9 +403,9 @@ def test_scrapes_at_once_share_one_rendering() -> None:
         return a_snapshot()
 
     async def many() -> set[bytes]:
-        exposition = Exposition(take)
+        renderings = Renderings(take)
         spellings = (OPEN, f"{OPEN};q=0.5", "application/openmetrics-text")
-        found = await asyncio.gather(*(exposition.scrape(spellings[n % 3]) for n in range(60)))
+        found = await asyncio.gather(*(renderings.scrape(spellings[n % 3]) for n in range(60)))
         return {body for body, _ in found}
 
     (body,) = asyncio.run(many())

@@ -87,7 +87,9 @@ class Served(Daemon):
         end = time.monotonic() + QUIET_S
         while True:
             found = self.stats()
-            unsummed = found.counters["stored_blocks"] - found.counters["summed_blocks"]
+            unsummed = found.counters.get("stored_blocks", 0) - found.counters.get(
+                "summed_blocks", 0
+            )
             if not found.leases and not unsummed:
                 return
             if time.monotonic() > end:

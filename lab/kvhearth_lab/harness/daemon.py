@@ -23,7 +23,7 @@ from kvhearth.failpoints import ENVIRONMENT_NAME
 from kvhearth.url import ATTACH_SOCKET
 from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.config.load import ENV_PREFIX, flag_of
-from kvhearth_server.transport.reports import Stats
+from kvhearth_server.engine.snapshot import Stats
 
 READY_S = 60.0
 """A daemon starts in under a second; on a shared machine it may take longer."""

@@ -24,7 +24,7 @@ from kvhearth_lab.torture.report import CRASH, LEAK, LOST, OVER, STALL
 from kvhearth_lab.torture.scene import WORLD_ENVIRONMENT_NAME, CapacityWatch
 from kvhearth_lab.torture.world import UselessError, World
 from kvhearth_lab.torture.world_config import ROOMY
-from kvhearth_server.transport.reports import Stats
+from kvhearth_server.engine.snapshot import Stats
 
 Report = TypeVar("Report")
 

@@ -17,7 +17,7 @@ from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.damage import DRIVE
 from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST
 from kvhearth_lab.torture.world_config import PRESSED
-from kvhearth_server.transport.reports import Stats
+from kvhearth_server.engine.snapshot import Stats
 
 if TYPE_CHECKING:
     from kvhearth_lab.torture.scene import Scenario

@@ -23,6 +23,7 @@ from kvhearth_server.cli.output import (
     waiting,
 )
 from kvhearth_server.config.value_types import parse_size
+from kvhearth_server.engine.snapshot import Stats
 from kvhearth_server.transport import reports
 
 Prefix = Annotated[
@@ -73,7 +74,7 @@ def drain(
         raise typer.Exit(1)
 
 
-def _held(found: reports.Stats) -> bool:
+def _held(found: Stats) -> bool:
     return bool(found.leases or sum(part.reserved_bytes for part in found.segments))
 
 

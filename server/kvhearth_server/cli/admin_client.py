@@ -17,6 +17,7 @@ from kvhearth.wire.frames import rebuild_error
 from kvhearth_server.cli import liveness
 from kvhearth_server.cli.output import written_directory
 from kvhearth_server.config.load import load_settings
+from kvhearth_server.engine.snapshot import Stats
 from kvhearth_server.transport import reports
 
 DEADLINE_S = 20.0
@@ -74,9 +75,9 @@ class AdminClient:
     def __init__(self, folder: Path, deadline_s: float = DEADLINE_S) -> None:
         self._path, self._deadline_s = folder / ADMIN_SOCKET, deadline_s
 
-    def stats(self) -> reports.Stats:
+    def stats(self) -> Stats:
         """Return sizes, counts and counters."""
-        return self._ask(reports.Stats, "/v1/stats")
+        return self._ask(Stats, "/v1/stats")
 
     def sessions(self) -> reports.Sessions:
         """Return the attached processes."""

@@ -24,21 +24,20 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
-from kvhearth_server.engine.snapshot import ShareNow
-from kvhearth_server.transport import reports
+from kvhearth_server.engine.snapshot import ShareNow, SsdStats, Stats
 
 _BAR_COLUMNS = 30
 _COUNTS = frozenset({"sessions", "namespaces", "leases"})
 """Shares that are numbers; all others are bytes."""
 
 
-def _reasons(found: reports.SsdStats) -> list[str]:
+def _reasons(found: SsdStats) -> list[str]:
     """Return the tier's degradations, each as a sentence."""
     by_directory = [reason for each in found.directories for reason in each.reasons]
     return [*by_directory, *filter(None, [found.interface_broken])]
 
 
-def _state(found: reports.SsdStats) -> str:
+def _state(found: SsdStats) -> str:
     """Return the tier's state in a few words."""
     words = ["degraded" if _reasons(found) else "healthy"]
     if found.recovering:
@@ -46,9 +45,9 @@ def _state(found: reports.SsdStats) -> str:
     return ", ".join(words)
 
 
-def _ssd(found: reports.SsdStats) -> Table:
+def _ssd(found: SsdStats) -> Table:
     """Return a table of the tier's content and activity."""
-    written, stored = found.counters["written_bytes"], found.counters["stored_bytes"]
+    written, stored = found.counters.get("written_bytes", 0), found.counters.get("stored_bytes", 0)
     rows = [
         ("SSD", f"{_state(found)}, by {found.interface}"),
         ("blocks on SSD", f"{found.blocks} of {size(found.live_bytes)}"),
@@ -64,7 +63,7 @@ def _ssd(found: reports.SsdStats) -> Table:
     return facts([*rows, *(("degraded", reason) for reason in _reasons(found))])
 
 
-def _directories(found: reports.SsdStats, *, bars: bool = False) -> Table:
+def _directories(found: SsdStats, *, bars: bool = False) -> Table:
     heads = ("directory", *([""] if bars else []), "files", "of", "used", "open", "sealed", "free")
     shown = table(*heads, right=heads[1:])
     for each in found.directories:
@@ -84,9 +83,9 @@ def _directories(found: reports.SsdStats, *, bars: bool = False) -> Table:
     return shown
 
 
-def _reads(found: reports.SsdStats) -> str:
+def _reads(found: SsdStats) -> str:
     """Return latency and rate of reads; before the first read there are only assumptions."""
-    if not found.counters["loaded_blocks"]:
+    if not found.counters.get("loaded_blocks", 0):
         return "-"
     return f"{found.read_latency_s * 1e3:.2f} ms, {size(round(found.read_bytes_per_s))}/s"
 
@@ -112,8 +111,8 @@ def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     out.print(facts([(name, found.counters[name]) for name in sorted(found.counters)]))
 
 
-def _daemon(found: reports.Stats) -> Table:
-    asked, hits = found.counters["lookup_keys"], found.counters["hit_keys"]
+def _daemon(found: Stats) -> Table:
+    asked, hits = found.counters.get("lookup_keys", 0), found.counters.get("hit_keys", 0)
     return facts(
         [
             ("version", found.version),
@@ -139,7 +138,7 @@ def _shares(found: Iterable[ShareNow]) -> Table:
     return shown
 
 
-def _segments(found: reports.Stats) -> Table:
+def _segments(found: Stats) -> Table:
     heads = ("segment", "pages", "bytes", "used", "free", "reserved", "held", "quarantined")
     shown = table(*heads, right=heads[2:])
     for part in found.segments:

@@ -31,7 +31,7 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
-from kvhearth_server.engine.snapshot import EngineNow
+from kvhearth_server.engine.snapshot import EngineNow, Stats
 from kvhearth_server.engine.watch import Event
 from kvhearth_server.transport import reports
 
@@ -63,7 +63,7 @@ class View:
     """One look at the daemon."""
 
     at: float
-    stats: reports.Stats
+    stats: Stats
     sessions: reports.Sessions
     leases: reports.Leases
 
@@ -154,7 +154,7 @@ def speed(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.1f} MB/s" if bytes_per_s else "0"
 
 
-def verdict(found: reports.Stats) -> tuple[str, str]:
+def verdict(found: Stats) -> tuple[str, str]:
     """Return a colour and one sentence: what an operator has to know first."""
     if found.draining:
         return "yellow", "draining: stores and new engines are refused"
@@ -210,7 +210,7 @@ def _hits(view: View, before: View | None) -> RenderableType:
     return Group(Text(first, style="bold"), Text(second), Text(third))
 
 
-def _tiers(found: reports.Stats) -> Table:
+def _tiers(found: Stats) -> Table:
     """Return a row with a bar for each tenant's memory and each SSD directory."""
     shown = table(
         "tier", "", "used", "of", "held", "quarantined", right=("used", "of", "held", "quarantined")

@@ -1,154 +1,29 @@
-"""Constant-time snapshot of the daemon's state, for metrics and status pages; and the operators'
-long work (evict, forget, check) in portions, so that the loop serves requests in between.
+"""What operators read of the daemon at one moment: the object of ``/v1/stats``, of the page and of
+the command line, and what only metrics show.
 """
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any
 
-from kvhearth.errors import KVHearthError, Reason
+from pydantic import Field, TypeAdapter
+
 from kvhearth.version import __version__
-from kvhearth_server.core.check_books import BooksError
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.shares import Share
-from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.miss_ratio import Curve
 from kvhearth_server.engine.namespace_series import OTHER, NamespaceNow
+from kvhearth_server.engine.tiering.manager import Tiering
+from kvhearth_server.engine.watch import Event
 from kvhearth_server.observability.counters import FALLBACK
 from kvhearth_server.observability.timings import CallTimings, Histogram
 from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
-
-EVICTED_MAX = 128
-"""Blocks of one portion; each takes some 10 microseconds."""
-COPIES_MAX = 128
-"""Copies on SSD of one portion; each costs some microseconds in three indexes."""
-WRITTEN_S = 2.0
-"""Longest wait for blocks that are being written; they are held, so nothing can evict them."""
-_LOOK_S = 0.005
-
-Where = Literal["memory", "ssd", "all"]
-
-
-@dataclass(frozen=True)
-class Removed:
-    """Numbers of blocks that an operator's eviction removed, by tier."""
-
-    memory: int = 0
-    ssd: int = 0
-
-
-async def check_books(engine: Engine) -> str:
-    """Recount everything; return the disagreement found, or an empty string."""
-    try:
-        for _ in engine.core.book_portions():
-            await asyncio.sleep(0)
-    except BooksError as error:
-        return str(error)
-    return ""
-
-
-async def evict(
-    engine: Engine, digest: bytes, keep_bytes: int, where: Where | None = None
-) -> Removed:
-    """Remove a namespace's blocks, coldest first, until it uses ``keep_bytes`` at most.
-
-    Leased and pinned blocks stay. Blocks removed from SSD stay removed across restarts.
-
-    Args:
-        where: by default everywhere if ``keep_bytes`` is 0, else in memory.
-
-    Raises:
-        KVHearthError: ``unknown_namespace``; ``bad_message`` if SSD is to keep some blocks;
-            ``ssd_unusable`` if no drive records the removal.
-    """
-    namespace = engine.core.named(digest)
-    where = where or ("memory" if keep_bytes else "all")
-    require(
-        where == "memory" or not keep_bytes,
-        Reason.BAD_MESSAGE,
-        "the SSD tier has no order of coldness: keep 0 bytes there, or evict from memory only",
-    )
-    memory = await _evict_memory(engine, digest, keep_bytes) if where != "ssd" else 0
-    if where == "memory" or engine.tiering is None:
-        return Removed(memory)
-    if where == "all":
-        end = engine.now() + WRITTEN_S
-        while engine.core.writeback.writes(namespace) and engine.now() < end:
-            await asyncio.sleep(_LOOK_S)
-            memory += await _evict_memory(engine, digest, keep_bytes)
-    return Removed(memory, await _drop_copies(engine, digest))
-
-
-async def _drop_copies(engine: Engine, digest: bytes) -> int:
-    """Drop a namespace's copies on SSD in portions; return how many there were."""
-    tiering, namespace = engine.tiering, engine.core.state.namespaces.find(digest)
-    if tiering is None or namespace is None:
-        return 0  # empty and unused, the namespace made place for another one meanwhile
-    name = tiering.name(namespace)
-    engine.call(engine.core.drop_copies, digest)
-    dropped = 0
-    while engine.core.state.namespaces.find(digest) is namespace:
-        gone = tiering.forget_copies(namespace, name, COPIES_MAX)
-        if not gone:
-            break
-        dropped += gone
-        await asyncio.sleep(0)
-    await engine.catalogue.written()
-    await engine.ssd_catalogue.confirm()
-    return dropped
-
-
-async def forget(
-    engine: Engine, digest: bytes, expected: int | None, label: str | None = None
-) -> int:
-    """Invalidate all blocks of a namespace at once because its weights have changed; return the new
-    weights epoch.
-
-    Args:
-        expected: refuse unless this is the current epoch; None accepts any.
-        label: as for ``Core.bump_epoch``.
-
-    Raises:
-        KVHearthError: ``unknown_namespace``, ``stale_epoch``; ``ssd_unusable`` if no drive records
-            the new epoch, which still holds until a restart.
-    """
-    epoch = engine.call(engine.core.bump_namespace, digest, expected, label)
-    await engine.catalogue.written()
-    if engine.ssd_catalogue.paths:
-        await engine.ssd_catalogue.confirm()
-    return epoch
-
-
-async def _evict_memory(engine: Engine, digest: bytes, keep_bytes: int) -> int:
-    """Evict in portions as ``Core.evict`` does, but no more blocks than the namespace had at the
-    start: stores that arrive meanwhile do not keep it going.
-    """
-    namespace = engine.core.state.namespaces.find(digest)
-    left = namespace.blocks if namespace else 0
-    evicted = 0
-    while left > 0:
-        portion = min(left, EVICTED_MAX)
-        try:
-            gone = engine.call(engine.core.evict, digest, keep_bytes, portion)
-        except KVHearthError as error:
-            # Empty and unused, it may have made place for another one since the last portion.
-            if error.reason is Reason.UNKNOWN_NAMESPACE and evicted:
-                break
-            raise
-        evicted += gone
-        left -= max(gone, 1)
-        if left <= 0 or (gone < portion and not engine.core.evictor.cut_short):
-            break  # at once: the rest was held, and a look now shows by which engines
-        await asyncio.sleep(0)
-    return evicted
-
 
 ENGINES_SHOWN_MAX = 64
 """Upper bound on engines listed separately; the others are summed up as one."""
@@ -156,26 +31,26 @@ ENGINES_SHOWN_MAX = 64
 
 @dataclass(frozen=True)
 class SegmentNow:
-    """One tenant's memory.
-
-    ``populated_bytes`` have pages, ``huge_bytes`` are in huge pages of any kind once all have;
-    ``capacity_bytes`` can be used, less where memory was given up; ``free_bytes`` are unused;
-    ``evictable_bytes`` hold blocks without lease or pin; ``unassigned_bytes`` have no slot size.
-    """
+    """The memory of one tenant, in bytes."""
 
     tenant: str
     page_kind: str
     page_bytes: int
-    populated_bytes: int
-    huge_bytes: int
-    capacity_bytes: int
+    populated_bytes: Annotated[int, Field(description="They have pages.")]
+    huge_bytes: Annotated[int, Field(description="In huge pages, once all have pages.")]
+    capacity_bytes: Annotated[int, Field(description="Less where memory was given up.")]
     reserved_bytes: int
     committed_bytes: int
-    evictable_bytes: int
+    evictable_bytes: Annotated[int, Field(description="Blocks without lease or pin.")]
     quarantined_bytes: int
-    free_bytes: int
-    unassigned_bytes: int
+    free_bytes: Annotated[int, Field(description="Unused.")]
+    unassigned_bytes: Annotated[int, Field(description="They have no slot size yet.")]
     largest_free_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of blocks with a lease or pin."""
+        return self.committed_bytes - self.evictable_bytes
 
 
 @dataclass(frozen=True)
@@ -229,37 +104,50 @@ class ShareNow:
 
 
 @dataclass(frozen=True)
-class SsdNow:
-    """The SSD tier.
+class SsdDirectory:
+    """One directory of the SSD tier."""
 
-    Attributes:
-        tier: figures that the tier reports.
-        demoting_blocks: blocks that are queued or being written.
-        promoting_blocks: blocks that are being loaded.
-        promotion_seconds: times of batches of promotions, or None.
-    """
-
-    tier: TierFigures
-    demoting_blocks: int
-    promoting_blocks: int
-    promotion_seconds: Histogram | None = None
+    path: str
+    capacity_bytes: int
+    file_bytes: Annotated[int, Field(description="Size of its segment files.")]
+    segments: Annotated[dict[str, int], Field(description="Segment files by state.")]
+    reasons: Annotated[list[str], Field(description="What is not as it should be.")]
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """State of the daemon at one moment. ``ssd`` is None without such a tier; ``publishing_blocks``
-    wait to be published to ``remotes``. The five fields
-    before ``shares`` are the daemon's own objects, to be read at once.
-    """
+class SsdStats:
+    """The SSD tier; counters since the start, by name."""
+
+    interface: Annotated[str, Field(description="Kernel interface that disk I/O goes through.")]
+    interface_broken: Annotated[str, Field(description="What is wrong with it; empty for nothing.")]
+    directories: list[SsdDirectory]
+    blocks: Annotated[int, Field(description="What can be loaded.")]
+    live_bytes: Annotated[int, Field(description="Payload of it.")]
+    recovering: Annotated[bool, Field(description="The log of an earlier run is being read back.")]
+    files_found: int
+    files_recovered: int
+    demoting_blocks: Annotated[
+        int, Field(description="They wait to be written, or are being written.")
+    ]
+    promoting_blocks: Annotated[int, Field(description="They are being loaded.")]
+    queued_reads: int
+    queued_writes: int
+    read_latency_s: float
+    read_bytes_per_s: float
+    budget_left_bytes: Annotated[
+        int | None, Field(description="Of the daily budget; null without one.")
+    ]
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Statistics of the daemon; counters since its start, by name."""
 
     version: str
     boot_id: str
     uptime_s: float
     draining: bool
-    doors_shut: int
-    segments: list[SegmentNow]
-    namespaces: list[NamespaceNow]
-    namespace_count: int
     blocks: int
     leases: int
     oldest_lease_s: float
@@ -267,19 +155,45 @@ class Snapshot:
     sessions: int
     sessions_leaving: int
     groups: int
-    verifying_blocks: int
+    namespaces: int
     adopt_s: float
-    ssd: SsdNow | None
+    segments: list[SegmentNow]
+    ssd: Annotated[SsdStats | None, Field(description="Null without an SSD tier.")]
+    counters: dict[str, int]
+    client_counters: Annotated[dict[str, int], Field(description="What clients told, summed.")]
+    shares: Annotated[list[ShareNow], Field(description="Tenants' parts of what is bounded.")]
+    busiest_namespaces: Annotated[
+        list[NamespaceNow], Field(description="At most 32 by name, all others together as other.")
+    ]
+    engines: Annotated[
+        list[EngineNow], Field(description="At most 64 by name, all others together as other.")
+    ]
+    recent: Annotated[list[Event], Field(description="What happened last, the oldest first.")]
+    rates: Annotated[
+        dict[str, float], Field(description="Rises of counters per second, in the last second.")
+    ]
+    curves: Annotated[
+        list[Curve], Field(description="Hit ratios that other capacities would have.")
+    ]
+
+
+@dataclass(frozen=True)
+class Snapshot(Stats):
+    """Statistics, and what only metrics show. ``counts``, ``timings`` and ``eviction_ages`` are the
+    daemon's own objects, to be read at once; ``tier`` is the SSD tier, if there is one, and
+    ``promotion_s`` has the times of its batches of promotions.
+    """
+
+    doors_shut: int
+    verifying_blocks: int
     scrub_progress: Mapping[str, float]
     counts: Mapping[tuple[str, str], int]
-    reported: Mapping[str, int]
     timings: CallTimings
     eviction_ages: Histogram
-    shares: Sequence[ShareNow] = ()
-    engines: Sequence[EngineNow] = ()
-    curves: Sequence[Curve] = ()
-    remotes: Sequence[RemoteFigures] = ()
-    publishing_blocks: int = 0
+    tier: TierFigures | None
+    promotion_s: Histogram | None
+    remotes: list[RemoteFigures]
+    publishing_blocks: int
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
@@ -297,13 +211,22 @@ class Snapshot:
         return found
 
 
+_STATS = TypeAdapter(Stats)
+
+
+def as_json(now: Stats) -> bytes:
+    """Return statistics as JSON, without what only metrics show."""
+    return _STATS.dump_json(now)
+
+
 def take_snapshot(engine: Engine) -> Snapshot:
     """Take a snapshot of the engine; call on its loop."""
     state, now = engine.core.state, engine.now()
     groups = list(state.groups)
     # Leases are in the order in which they were granted.
     oldest = [next(iter(group.leased_at.values())) for group in groups if group.leased_at]
-    attached = state.groups.sessions
+    attached, tiering = state.groups.sessions, engine.tiering
+    tier = None if tiering is None else tiering.tier.figures()
     return Snapshot(
         version=__version__,
         boot_id=engine.boot_id,
@@ -311,8 +234,8 @@ def take_snapshot(engine: Engine) -> Snapshot:
         draining=engine.draining,
         doors_shut=len(engine.doors_shut),
         segments=_segments(engine),
-        namespaces=engine.watch.namespaces.look(state.namespaces),
-        namespace_count=len(state.namespaces),
+        busiest_namespaces=engine.watch.namespaces.look(state.namespaces),
+        namespaces=len(state.namespaces),
         blocks=len(state.index),
         leases=sum(len(group.leases) for group in groups),
         oldest_lease_s=max(0.0, now - min(oldest)) if oldest else 0.0,
@@ -322,16 +245,21 @@ def take_snapshot(engine: Engine) -> Snapshot:
         groups=len(groups),
         verifying_blocks=sum(len(heads) for heads, _ in engine.to_verify),
         adopt_s=engine.adopt_s,
-        ssd=take_ssd(engine),
+        ssd=None if tiering is None or tier is None else _ssd(tiering, tier),
+        tier=tier,
+        promotion_s=None if tier is None or tiering is None else tiering.promotion_seconds,
         scrub_progress=engine.scrub_progress,
+        counters=engine.counters.snapshot(),
         counts=engine.counters.values(),
-        reported=engine.reported.totals,
+        client_counters=dict(engine.reported.totals),
         timings=engine.timings,
         eviction_ages=engine.eviction_ages,
         shares=take_shares(engine),
         engines=_engines(engine),
+        recent=engine.watch.events(),
+        rates=engine.watch.rates(),
         curves=engine.miss_ratios.curves(),
-        remotes=() if engine.tiering is None else engine.tiering.tier.remote_figures(),
+        remotes=[] if tiering is None else list(tiering.tier.remote_figures()),
         publishing_blocks=engine.core.publishing.waiting,
     )
 
@@ -381,13 +309,25 @@ def _share(
     return ShareNow(tenant, str(share), used, floor, cap, max(0, room), refused)
 
 
-def take_ssd(engine: Engine) -> SsdNow | None:
-    """Take a snapshot of the SSD tier; call on the loop."""
-    tiering = engine.tiering
-    figures = tiering.tier.figures() if tiering is not None else None
-    if tiering is None or figures is None:
-        return None
-    return SsdNow(figures, tiering.writing, tiering.promoting, tiering.promotion_seconds)
+def _ssd(tiering: Tiering, tier: TierFigures) -> SsdStats:
+    directories = [
+        SsdDirectory(
+            each.path,
+            each.capacity_bytes,
+            each.file_bytes,
+            dict(each.segments),
+            [reason for _, reason in each.findings],
+        )
+        for each in tier.directories
+    ]
+    own: dict[str, Any] = {
+        "directories": directories,
+        "demoting_blocks": tiering.writing,
+        "promoting_blocks": tiering.promoting,
+        "counters": dict(tier.counts),
+    }
+    names = {each.name for each in dataclasses.fields(SsdStats)} - own.keys()
+    return SsdStats(**own, **{name: getattr(tier, name) for name in names})
 
 
 def _segments(engine: Engine) -> list[SegmentNow]:

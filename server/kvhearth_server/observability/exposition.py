@@ -1,4 +1,6 @@
-"""Formats the table of metrics as Prometheus's scrape and as the documentation page."""
+"""What operators read, as bytes: statistics as JSON, the table of metrics as Prometheus's scrape,
+and the table as the documentation page.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from kvhearth_server.engine.snapshot import Snapshot
+from kvhearth_server.engine.snapshot import Snapshot, as_json
 from kvhearth_server.observability.metrics import TABLE, Metric
 from kvhearth_server.observability.timings import Histogram
 
@@ -46,11 +48,11 @@ class _Rendering:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Exposition:
-    """Answers scrapes.
+class Renderings:
+    """Statistics and metrics as bytes.
 
-    Each format is rendered once in ``FRESH_S`` at most, however many ask, and in portions, so that
-    no turn of the loop takes long.
+    Each format is rendered once in ``FRESH_S`` at most, however many ask; metrics in portions, so
+    that no turn of the loop takes long.
 
     Args:
         take: gives a snapshot of this moment.
@@ -63,6 +65,14 @@ class Exposition:
         # Two formats whatever is asked: else each spelling of the header would cost a rendering.
         self._text = _Rendering(*choose_encoder(""))
         self._open = _Rendering(*choose_encoder(_OPENMETRICS))
+        self._stats, self._stats_at = b"", float("-inf")
+
+    def stats(self, *, fresh: bool = False) -> bytes:
+        """Return the statistics as JSON; ``fresh``: of this moment."""
+        now = time.monotonic()
+        if fresh or now - self._stats_at >= FRESH_S:
+            self._stats, self._stats_at = as_json(self._take()), now
+        return self._stats
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics, and their content type as an ``Accept`` header asks for it."""

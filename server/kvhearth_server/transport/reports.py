@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -21,20 +20,11 @@ from kvhearth.model import Tier
 from kvhearth.version import PROTOCOL_VERSION, __version__
 from kvhearth_server.core.inspection import held_by_groups, places
 from kvhearth_server.core.state import require
-from kvhearth_server.engine import snapshot as admin_work
+from kvhearth_server.engine import operations
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.miss_ratio import Curve
-from kvhearth_server.engine.namespace_series import NamespaceNow
+from kvhearth_server.engine.operations import Where
 from kvhearth_server.engine.sessions import Session as SessionRecord
-from kvhearth_server.engine.snapshot import (
-    EngineNow,
-    SegmentNow,
-    ShareNow,
-    SsdNow,
-    Where,
-    take_snapshot,
-)
-from kvhearth_server.engine.watch import Event
+from kvhearth_server.engine.snapshot import ShareNow, take_shares
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.transport.messages import plain_text
 
@@ -120,90 +110,6 @@ class Version:
     version: str
     protocol: int
     boot_id: Annotated[str, Field(description="A new one for each start of the daemon.")]
-
-
-@dataclass(frozen=True)
-class SegmentStats(SegmentNow):
-    """The memory of one tenant, in bytes."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Return the bytes of blocks with a lease or pin."""
-        return self.committed_bytes - self.evictable_bytes
-
-
-@dataclass(frozen=True)
-class SsdDirectory:
-    """One directory of the SSD tier."""
-
-    path: str
-    capacity_bytes: int
-    file_bytes: Annotated[int, Field(description="Size of its segment files.")]
-    segments: Annotated[dict[str, int], Field(description="Segment files by state.")]
-    reasons: Annotated[list[str], Field(description="What is not as it should be.")]
-
-
-@dataclass(frozen=True)
-class SsdStats:
-    """The SSD tier; counters since the start, by name."""
-
-    interface: Annotated[str, Field(description="Kernel interface that disk I/O goes through.")]
-    interface_broken: Annotated[str, Field(description="What is wrong with it; empty for nothing.")]
-    directories: list[SsdDirectory]
-    blocks: Annotated[int, Field(description="What can be loaded.")]
-    live_bytes: Annotated[int, Field(description="Payload of it.")]
-    recovering: Annotated[bool, Field(description="The log of an earlier run is being read back.")]
-    files_found: int
-    files_recovered: int
-    demoting_blocks: Annotated[
-        int, Field(description="They wait to be written, or are being written.")
-    ]
-    promoting_blocks: Annotated[int, Field(description="They are being loaded.")]
-    queued_reads: int
-    queued_writes: int
-    read_latency_s: float
-    read_bytes_per_s: float
-    budget_left_bytes: Annotated[
-        int | None, Field(description="Of the daily budget; null without one.")
-    ]
-    counters: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Statistics of the daemon; counters since its start, by name."""
-
-    version: str
-    boot_id: str
-    uptime_s: float
-    draining: bool
-    blocks: int
-    leases: int
-    oldest_lease_s: float
-    pins: int
-    sessions: int
-    sessions_leaving: int
-    groups: int
-    namespaces: int
-    adopt_s: float
-    segments: list[SegmentStats]
-    ssd: Annotated[SsdStats | None, Field(description="Null without an SSD tier.")]
-    counters: dict[str, int]
-    client_counters: Annotated[dict[str, int], Field(description="What clients told, summed.")]
-    shares: Annotated[list[ShareNow], Field(description="Tenants' parts of what is bounded.")]
-    busiest_namespaces: Annotated[
-        list[NamespaceNow], Field(description="At most 32 by name, all others together as other.")
-    ]
-    engines: Annotated[
-        list[EngineNow], Field(description="At most 64 by name, all others together as other.")
-    ]
-    recent: Annotated[list[Event], Field(description="What happened last, the oldest first.")]
-    rates: Annotated[
-        dict[str, float], Field(description="Rises of counters per second, in the last second.")
-    ]
-    curves: Annotated[
-        list[Curve], Field(description="Hit ratios that other capacities would have.")
-    ]
 
 
 @dataclass(frozen=True)
@@ -382,59 +288,6 @@ def version(engine: Engine) -> Version:
     return Version(__version__, PROTOCOL_VERSION, engine.boot_id)
 
 
-def stats(engine: Engine) -> Stats:
-    """Return statistics of the daemon."""
-    now = take_snapshot(engine)
-    return Stats(
-        version=now.version,
-        boot_id=now.boot_id,
-        uptime_s=now.uptime_s,
-        draining=now.draining,
-        blocks=now.blocks,
-        leases=now.leases,
-        oldest_lease_s=now.oldest_lease_s,
-        pins=now.pins,
-        sessions=now.sessions,
-        sessions_leaving=now.sessions_leaving,
-        groups=now.groups,
-        namespaces=now.namespace_count,
-        adopt_s=now.adopt_s,
-        segments=[SegmentStats(**dataclasses.asdict(each)) for each in now.segments],
-        ssd=_ssd(now.ssd),
-        counters=engine.counters.snapshot(),
-        client_counters=dict(now.reported),
-        shares=list(now.shares),
-        busiest_namespaces=now.namespaces,
-        engines=list(now.engines),
-        recent=engine.watch.events(),
-        rates=engine.watch.rates(),
-        curves=list(now.curves),
-    )
-
-
-def _ssd(now: SsdNow | None) -> SsdStats | None:
-    if now is None:
-        return None
-    directories = [
-        SsdDirectory(
-            each.path,
-            each.capacity_bytes,
-            each.file_bytes,
-            dict(each.segments),
-            [reason for _, reason in each.findings],
-        )
-        for each in now.tier.directories
-    ]
-    own: dict[str, Any] = {
-        "directories": directories,
-        "demoting_blocks": now.demoting_blocks,
-        "promoting_blocks": now.promoting_blocks,
-        "counters": dict(now.tier.counts),
-    }
-    names = {each.name for each in dataclasses.fields(SsdStats)} - own.keys()
-    return SsdStats(**own, **{name: getattr(now.tier, name) for name in names})
-
-
 def sessions(engine: Engine) -> Sessions:
     """Return every member of every group."""
     return Sessions(engine.boot_id, list(each_session(engine)))
@@ -579,7 +432,7 @@ def contract_place(engine: Engine, tenant: str, text: str) -> ContractPlace:
         )
         for space, fields in state.namespaces.explain(tenant, contract)
     ]
-    shares = [each for each in admin_work.take_shares(engine) if each.tenant == tenant]
+    shares = [each for each in take_shares(engine) if each.tenant == tenant]
     known = state.namespaces.find(digest) is not None
     return ContractPlace(engine.boot_id, digest.hex(), known, nearest, shares)
 
@@ -618,7 +471,7 @@ class Actions:
     """Operators' actions, each with its line in the audit log.
 
     Raises:
-        KVHearthError: as the functions of ``engine.snapshot``.
+        KVHearthError: as the functions of ``engine.operations``.
     """
 
     engine: Engine
@@ -629,7 +482,7 @@ class Actions:
         with audited("evict", peer, **asked) as details:
             require(tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {tier}")
             digest, where = _digest(namespace), _TIERS[tier]
-            removed = await admin_work.evict(self.engine, digest, keep_bytes, where)
+            removed = await operations.evict(self.engine, digest, keep_bytes, where)
             details |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
         return Evicted(self.engine.boot_id, removed.memory, removed.ssd)
 
@@ -643,7 +496,7 @@ class Actions:
         with audited("forget", peer, namespace=namespace, **named) as details:
             check_label(label)
             digest = _digest(namespace)
-            epoch = await admin_work.forget(self.engine, digest, expected_epoch, label)
+            epoch = await operations.forget(self.engine, digest, expected_epoch, label)
             details["epoch"] = epoch
         return Bumped(self.engine.boot_id, epoch)
 

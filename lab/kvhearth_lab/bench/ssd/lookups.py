@@ -90,7 +90,7 @@ def _lookups(client: KVClient, keys: list[bytes], seconds: float) -> list[float]
 
 
 def _written(daemon: Served) -> int:
-    return int(daemon.operator(_WRITES_S).stats().counters["demoted_bytes"])
+    return int(daemon.operator(_WRITES_S).stats().counters.get("demoted_bytes", 0))
 
 
 def _rest(daemon: Served) -> None:

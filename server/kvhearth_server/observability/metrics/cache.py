@@ -206,7 +206,7 @@ CACHE: tuple[Metric, ...] = (
     Metric(
         "kvhearth_populated_bytes",
         "Bytes of the segment that have pages; the daemon takes them while it serves.",
-        "Alert: not growing and below the memory that was asked for: the machine has no more.",
+        "Not growing and below the memory that was asked for: the machine has no more.",
         of_segments(lambda s: s.populated_bytes),
         ("tenant",),
     ),
@@ -227,7 +227,7 @@ CACHE: tuple[Metric, ...] = (
         "kvhearth_namespaces",
         "Namespaces: tenants' contracts.",
         "Growth towards namespaces_max: contracts that differ by mistake.",
-        one(lambda now: now.namespace_count),
+        one(lambda now: now.namespaces),
     ),
     Metric(
         "kvhearth_capacity_hit_ratio",

@@ -13,10 +13,10 @@ from kvhearth_server.engine.snapshot import (
     SegmentNow,
     ShareNow,
     Snapshot,
-    SsdNow,
 )
 from kvhearth_server.observability.counters import Counter
 from kvhearth_server.observability.timings import Histogram
+from kvhearth_server.tiers.figures import TierFigures
 
 Kind = Literal["counter", "gauge", "histogram"]
 Value = float | Histogram
@@ -104,7 +104,7 @@ def of_segments(get: Callable[[SegmentNow], float]) -> Read:
 
 def of_namespaces(get: Callable[[NamespaceNow], float]) -> Read:
     """Return a reader of one sample for each namespace that is shown."""
-    return lambda now: [((each.name,), get(each)) for each in now.namespaces]
+    return lambda now: [((each.name,), get(each)) for each in now.busiest_namespaces]
 
 
 def of_engines(get: Callable[[EngineNow], float]) -> Read:
@@ -119,12 +119,12 @@ def of_shares(get: Callable[[ShareNow], float]) -> Read:
 
 def reported(names: Mapping[str, str]) -> Read:
     """Return a reader of several counters of the clients: label value to name."""
-    return lambda now: [((label,), now.reported.get(name, 0)) for label, name in names.items()]
+    return lambda now: [((word,), now.client_counters.get(name, 0)) for word, name in names.items()]
 
 
-def of_ssd(read: Callable[[SsdNow], Samples]) -> Read:
+def of_ssd(read: Callable[[TierFigures], Samples]) -> Read:
     """Return a reader of the SSD tier's samples; none where there is no such tier."""
-    return lambda now: [] if now.ssd is None else read(now.ssd)
+    return lambda now: [] if now.tier is None else read(now.tier)
 
 
 def if_ssd(metric: Metric) -> Metric:

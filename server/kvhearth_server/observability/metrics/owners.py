@@ -19,27 +19,27 @@ _ENGINE = ("tenant", "engine")
 
 
 def _infos(now: Snapshot) -> Samples:
-    for each in now.namespaces:
+    for each in now.busiest_namespaces:
         if each.name != OTHER:
             yield (each.name, each.tenant, each.model, each.revision, each.kv_dtype), 1
 
 
 def _lookups(now: Snapshot) -> Samples:
-    for each in now.namespaces:
+    for each in now.busiest_namespaces:
         yield (each.name, "dram"), each.traffic.hit_keys
         yield (each.name, "ssd"), each.traffic.below_keys
         yield (each.name, "miss"), each.traffic.miss_keys
 
 
 def _quotas(now: Snapshot) -> Samples:
-    for each in now.namespaces:
+    for each in now.busiest_namespaces:
         if each.quota_bytes is not None:
             yield (each.name,), each.quota_bytes
 
 
 def _unnamed(now: Snapshot) -> Samples:
-    named = sum(each.name != OTHER for each in now.namespaces)
-    return [((), max(0, now.namespace_count - named))]
+    named = sum(each.name != OTHER for each in now.busiest_namespaces)
+    return [((), max(0, now.namespaces - named))]
 
 
 def _of_traffic(get: Callable[[Traffic], int]) -> Read:

@@ -61,13 +61,14 @@ _CLIENT_TROUBLE = (
 
 
 def _fallbacks(now: Snapshot) -> Samples:
-    reported = {name.removeprefix(FALLBACK) for name in now.reported if name.startswith(FALLBACK)}
-    reasons = sorted(reported | words(Reason))
-    return [((reason,), now.reported.get(FALLBACK + reason, 0)) for reason in reasons]
+    told = now.client_counters
+    found = {name.removeprefix(FALLBACK) for name in told if name.startswith(FALLBACK)}
+    return [((each,), told.get(FALLBACK + each, 0)) for each in sorted(found | words(Reason))]
 
 
 def _copy_seconds(now: Snapshot) -> Samples:
-    return [((word,), now.reported.get(name, 0) / 1e6) for word, name in _CLIENT_COPY_US.items()]
+    told = now.client_counters
+    return [((word,), told.get(name, 0) / 1e6) for word, name in _CLIENT_COPY_US.items()]
 
 
 SERVICE: tuple[Metric, ...] = (
@@ -340,7 +341,7 @@ SERVICE: tuple[Metric, ...] = (
         "kvhearth_client_hit_tokens_total",
         "Tokens that lookups found restorable, as clients count them.",
         "Prefill that was saved.",
-        one(lambda now: now.reported.get("lookup_hit_tokens", 0)),
+        one(lambda now: now.client_counters.get("lookup_hit_tokens", 0)),
     ),
     Metric(
         "kvhearth_client_fallbacks_total",

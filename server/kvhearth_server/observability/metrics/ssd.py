@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvhearth_server.engine.snapshot import SsdNow
+from kvhearth_server.engine.snapshot import Snapshot
 from kvhearth_server.observability.metrics.metric import (
     Metric,
     Read,
@@ -42,47 +42,45 @@ _TROUBLE = (
 
 
 def _gauge(get: Callable[[TierFigures], float]) -> Read:
-    return of_ssd(lambda now: [((), get(now.tier))])
+    return of_ssd(lambda tier: [((), get(tier))])
 
 
 def _count(name: str) -> Read:
-    return of_ssd(lambda now: [((), now.tier.count(name))])
+    return of_ssd(lambda tier: [((), tier.count(name))])
 
 
 def _counts(names: Mapping[str, str]) -> Read:
     """Return a reader of the tier's counters by label value."""
-    return of_ssd(lambda now: [((word,), now.tier.count(name)) for word, name in names.items()])
+    return of_ssd(lambda tier: [((word,), tier.count(name)) for word, name in names.items()])
 
 
 def _directories(get: Callable[[DirectoryFigures], float]) -> Read:
-    return of_ssd(lambda now: [((each.path,), get(each)) for each in now.tier.directories])
+    return of_ssd(lambda tier: [((each.path,), get(each)) for each in tier.directories])
 
 
-def _segments(now: SsdNow) -> Samples:
-    for each in now.tier.directories:
+def _segments(tier: TierFigures) -> Samples:
+    for each in tier.directories:
         for state, count in each.segments.items():
             yield (each.path, state), count
 
 
-def _degraded(now: SsdNow) -> Samples:
-    for each in now.tier.directories:
+def _degraded(tier: TierFigures) -> Samples:
+    for each in tier.directories:
         found = {word for word, _ in each.findings}
         for word in PROBLEMS:
             yield (each.path, word), word in found
 
 
-def _refused(now: SsdNow) -> Samples:
+def _refused(tier: TierFigures) -> Samples:
     for direction, usual in _REFUSED.items():
         prefix = f"{direction}s_refused_"
-        reported = {
-            name.removeprefix(prefix) for name in now.tier.counts if name.startswith(prefix)
-        }
+        reported = {name.removeprefix(prefix) for name in tier.counts if name.startswith(prefix)}
         for reason in sorted(reported.union(usual)):
-            yield (direction, reason), now.tier.count(prefix + reason)
+            yield (direction, reason), tier.count(prefix + reason)
 
 
-def _budget(now: SsdNow) -> Samples:
-    left = now.tier.budget_left_bytes
+def _budget(tier: TierFigures) -> Samples:
+    left = tier.budget_left_bytes
     return [] if left is None else [((), left)]
 
 
@@ -91,7 +89,7 @@ SSD: tuple[Metric, ...] = (
         "kvhearth_ssd_interface_info",
         "1 for the kernel interface that disk I/O goes through, 0 for the others.",
         "A daemon that had to step down from io_uring.",
-        of_ssd(lambda now: [((name,), name == now.tier.interface) for name in INTERFACES]),
+        of_ssd(lambda tier: [((name,), name == tier.interface) for name in INTERFACES]),
         ("interface",),
         unit="1",
     ),
@@ -236,9 +234,9 @@ SSD: tuple[Metric, ...] = (
         "Requests that wait for a drive or are under way, by direction.",
         "Back-pressure.",
         of_ssd(
-            lambda now: [
-                (("read",), now.tier.queued_reads),
-                (("write",), now.tier.queued_writes),
+            lambda tier: [
+                (("read",), tier.queued_reads),
+                (("write",), tier.queued_writes),
             ]
         ),
         ("direction",),
@@ -259,7 +257,7 @@ SSD: tuple[Metric, ...] = (
         "kvhearth_ssd_io_seconds",
         "Time of requests in the kernel and on the drive, by direction: read, write.",
         "A drive that gets slow; the queue before it is not in it.",
-        of_ssd(lambda now: [((each,), found) for each, found in now.tier.io_seconds.items()]),
+        of_ssd(lambda tier: [((each,), found) for each, found in tier.io_seconds.items()]),
         ("direction",),
         kind="histogram",
     ),
@@ -289,9 +287,9 @@ SSD: tuple[Metric, ...] = (
         "Segment files that were there at the start (found), and those of them read back (read).",
         "How far recovery is.",
         of_ssd(
-            lambda now: [
-                (("found",), now.tier.files_found),
-                (("read",), now.tier.files_recovered),
+            lambda tier: [
+                (("found",), tier.files_found),
+                (("read",), tier.files_recovered),
             ]
         ),
         ("state",),
@@ -319,8 +317,10 @@ SSD: tuple[Metric, ...] = (
 )
 
 
-def _waiting(now: SsdNow) -> list[tuple[tuple[str, ...], float]]:
-    return [(("demotion",), now.demoting_blocks), (("promotion",), now.promoting_blocks)]
+def _waiting(now: Snapshot) -> Samples:
+    if now.ssd is not None:
+        yield ("demotion",), now.ssd.demoting_blocks
+        yield ("promotion",), now.ssd.promoting_blocks
 
 
 _BETWEEN: tuple[Metric, ...] = (
@@ -390,14 +390,14 @@ _BETWEEN: tuple[Metric, ...] = (
         "Time of loads from SSD or a remote into memory, a batch each, from the queue's end to the "
         "last block.",
         "How long a request waits for such blocks; compare with ssd_io_seconds.",
-        of_ssd(lambda now: [] if (t := now.promotion_seconds) is None else [((), t)]),
+        lambda now: [] if now.promotion_s is None else [((), now.promotion_s)],
         kind="histogram",
     ),
     Metric(
         "kvhearth_tier_waiting_blocks",
         "Blocks that wait for SSD or are under way, by direction: demotion, promotion.",
         "Demotions that only grow: the drive cannot keep up with the stores.",
-        of_ssd(_waiting),
+        _waiting,
         ("direction",),
     ),
     counter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -15,18 +16,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import REMOTE_SCHEME, SCHEME, TLS_SCHEME
 from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.watch import EVERY_S, RATES
-from kvhearth_server.transport import reports
+from kvhearth_server.observability.exposition import Renderings
 
 VIEWERS_MAX = 16
 _EXAMINED_FOR_S = 60.0
-_STATS = TypeAdapter(reports.Stats)
 _BLOCKS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
@@ -67,16 +67,14 @@ def _constant(response: Response) -> Callable[[], Awaitable[Response]]:
 
 
 class Stream:
-    """Server-sent events: statistics once a second, rendered once for all viewers.
+    """Server-sent events: statistics once a second.
 
     A viewer gets the samples of the last minutes first. The stream ends when the daemon drains.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, renderings: Renderings) -> None:
+        self._engine, self._renderings = engine, renderings
         self._viewers = 0
-        self._text = b""
-        self._rendered_at = float("-inf")
 
     def answer(self) -> Response:
         """Return a response that lasts until the viewer leaves.
@@ -95,34 +93,20 @@ class Stream:
         try:
             yield self._history()
             while True:
-                yield self._snapshot()
-                if self._engine.draining:
+                drains = self._engine.draining
+                yield _message("stats", self._renderings.stats(fresh=drains))
+                if drains:
                     return
-                await self._next()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EVERY_S):
+                        await self._engine.drain_begun.wait()
         finally:
             self._viewers -= 1
-
-    async def _next(self) -> None:
-        """Wait for the next snapshot, or for the drain."""
-        pause_s = self._rendered_at + EVERY_S - time.monotonic()
-        try:
-            async with asyncio.timeout(max(0.01, pause_s)):
-                await self._engine.drain_begun.wait()
-        except TimeoutError:
-            return
 
     def _history(self) -> bytes:
         samples = self._engine.watch.samples
         rows = [[round(each.at, 1), round(each.span_s, 3), *each.counts] for each in samples]
         return _message("history", json.dumps({"rates": RATES, "samples": rows}).encode())
-
-    def _snapshot(self) -> bytes:
-        now = time.monotonic()
-        # A viewer's timer may fire a little early: it must not have everything rendered again.
-        if now - self._rendered_at > EVERY_S * 0.9 or self._engine.draining:
-            self._text = _message("stats", _STATS.dump_json(reports.stats(self._engine)))
-            self._rendered_at = now
-        return self._text
 
 
 def _message(event: str, data: bytes) -> bytes:

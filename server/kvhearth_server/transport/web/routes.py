@@ -24,10 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.value_types import is_loopback
-from kvhearth_server.engine import snapshot as admin_work
+from kvhearth_server.engine import operations
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.snapshot import take_snapshot, take_ssd
-from kvhearth_server.observability.exposition import Exposition
+from kvhearth_server.engine.snapshot import Snapshot, Stats, take_snapshot
+from kvhearth_server.observability.exposition import Renderings
+from kvhearth_server.tiers.figures import RemoteFigures
 from kvhearth_server.transport import reports
 from kvhearth_server.transport.operators import Operators, Right
 from kvhearth_server.transport.reports import LABEL_BYTES_MAX, Actions, operator, refused
@@ -36,6 +37,7 @@ from kvhearth_server.transport.web.page import Guide, Stream, live_routes, page_
 from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
 from kvhearth_server.transport.web.server import LOCAL
 
+_JSON = {"content-type": "application/json"}
 BODY_BYTES_MAX = 64 << 10
 BODY_S = 10.0
 
@@ -329,7 +331,7 @@ def all_stacks() -> str:
     return "\n".join(parts)
 
 
-def state_routes(engine: Engine, tokens: Tokens) -> APIRouter:
+def state_routes(engine: Engine, renderings: Renderings, tokens: Tokens) -> APIRouter:
     """Build the routes for state: sums for any client who reaches the address, and lists, which
     name tenants' models, engines and processes, for who has a token.
     """
@@ -337,10 +339,10 @@ def state_routes(engine: Engine, tokens: Tokens) -> APIRouter:
     lists = APIRouter(dependencies=[Depends(tokens.reader)], responses=problem_responses(403, 503))
     documents = Documents(engine)
 
-    @router.get("/stats", dependencies=[Depends(tokens.sums)])
-    async def stats() -> reports.Stats:
-        """Statistics of the daemon."""
-        return reports.stats(engine)
+    @router.get("/stats", dependencies=[Depends(tokens.sums)], response_model=Stats)
+    async def stats(request: Request) -> Response:
+        """Statistics of the daemon, at most one second old."""
+        return Response(renderings.stats(fresh=LOCAL in request.scope), 200, _JSON)
 
     @lists.get("/sessions", response_model=reports.Sessions)
     async def sessions() -> Response:
@@ -412,7 +414,7 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
     @router.get("/debug/books")
     async def books() -> reports.Books:
         """Recount everything in portions: the daemon serves other requests in between."""
-        error = await admin_work.check_books(engine)
+        error = await operations.check_books(engine)
         return reports.Books(boot_id, not error, error)
 
     @router.get("/debug/stacks", response_class=PlainTextResponse)
@@ -426,12 +428,13 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
 Verbose = Annotated[str | None, Query(description="List every check.", max_length=8)]
 
 
-def probe_routes(engine: Engine, tokens: Tokens, *, guarded: bool) -> APIRouter:
+def probe_routes(
+    engine: Engine, renderings: Renderings, tokens: Tokens, *, guarded: bool
+) -> APIRouter:
     """Build the probe routes that any client may read who reaches the address, and those of sums,
     which need a token where the address is guarded.
     """
     router = APIRouter(tags=["probes"])
-    exposition = Exposition(lambda: take_snapshot(engine))
 
     @router.get("/livez", response_class=PlainTextResponse)
     async def livez() -> str:
@@ -468,7 +471,7 @@ def probe_routes(engine: Engine, tokens: Tokens, *, guarded: bool) -> APIRouter:
     )
     async def metrics(request: Request) -> Response:
         """Metrics for Prometheus, at most one second old."""
-        body, content_type = await exposition.scrape(request.headers.get("accept", ""))
+        body, content_type = await renderings.scrape(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     @router.get("/version", dependencies=[Depends(tokens.sums)])
@@ -489,29 +492,22 @@ def readiness(engine: Engine) -> dict[str, bool]:
 
 
 def _state_lines(engine: Engine) -> list[str]:
-    gateway = engine.describe_gateway
-    lines = [] if gateway is None else [f"[i]{gateway()}"]
-    lines += [f"[!]{about}: {text}" for about, text in engine.notices.items()]
-    return [*memory_lines(engine), *ssd_lines(engine), *remote_lines(engine), *lines]
-
-
-def memory_lines(engine: Engine) -> list[str]:
-    """Return each tenant's memory, its page size and how much of it has pages by now: small pages
-    are slow, but no failure, and so are missing ones.
-    """
-    return [
+    """Return the state of the tiers and what is degraded, with which the daemon still serves."""
+    now, gateway = take_snapshot(engine), engine.describe_gateway
+    lines = [
         f"[i]memory of {each.tenant}: {each.capacity_bytes} bytes on {each.page_kind} pages, "
         f"{each.populated_bytes} populated"
-        for each in take_snapshot(engine).segments
+        for each in now.segments
     ]
+    lines += _ssd_lines(now) + [line for each in now.remotes for line in _remote_lines(each)]
+    lines += [] if gateway is None else [f"[i]{gateway()}"]
+    return lines + [f"[!]{about}: {text}" for about, text in engine.notices.items()]
 
 
-def ssd_lines(engine: Engine) -> list[str]:
-    """Return the SSD tier's state and its degradations, with which the daemon still serves."""
-    now = take_ssd(engine)
-    if now is None:
-        return []
+def _ssd_lines(now: Snapshot) -> list[str]:
     tier = now.tier
+    if tier is None:
+        return []
     state = "degraded" if tier.reasons else "healthy"
     lines = [
         f"[i]ssd: {state}, {tier.blocks} blocks, {tier.file_bytes} of {tier.capacity_bytes} bytes "
@@ -522,21 +518,14 @@ def ssd_lines(engine: Engine) -> list[str]:
     return [*lines, *(f"[!]ssd: {reason}" for reason in tier.reasons)]
 
 
-def remote_lines(engine: Engine) -> list[str]:
-    """Return the state of the remote tiers and their problems, with which the daemon still
-    serves.
-    """
-    lines = list[str]()
-    for now in take_snapshot(engine).remotes:
-        state = "degraded" if now.problem else "healthy"
-        breaker = "open" if now.breaker_open else "closed"
-        lines.append(
-            f"[i]remote {now.name}: {state}, {now.count('stored_blocks')} blocks published, "
-            f"{now.count('loaded_blocks')} loaded, breaker {breaker}"
-        )
-        if now.problem:
-            lines.append(f"[!]{now.problem}")
-    return lines
+def _remote_lines(now: RemoteFigures) -> list[str]:
+    state = "degraded" if now.problem else "healthy"
+    breaker = "open" if now.breaker_open else "closed"
+    line = (
+        f"[i]remote {now.name}: {state}, {now.count('stored_blocks')} blocks published, "
+        f"{now.count('loaded_blocks')} loaded, breaker {breaker}"
+    )
+    return [line, *([f"[!]{now.problem}"] if now.problem else [])]
 
 
 API_VERSION = "1"
@@ -563,12 +552,13 @@ def make_app(
         responses=problem_responses(400, 408, 413, 421, 500),
     )
     problems.install(app, engine)
-    tokens = Tokens(operators)
-    app.include_router(probe_routes(engine, tokens, guarded=operators.guarded))
-    app.include_router(state_routes(engine, tokens))
+    tokens, renderings = Tokens(operators), Renderings(lambda: take_snapshot(engine))
+    app.include_router(probe_routes(engine, renderings, tokens, guarded=operators.guarded))
+    app.include_router(state_routes(engine, renderings, tokens))
     app.include_router(admin_routes(engine, settings, tokens))
     app.include_router(page_routes())
-    app.include_router(live_routes(Stream(engine), Guide(engine, settings, examine), tokens.sums))
+    stream, guide = Stream(engine, renderings), Guide(engine, settings, examine)
+    app.include_router(live_routes(stream, guide, tokens.sums))
     app.add_middleware(
         Bounds, engine=engine, any_host=settings.http_insecure or settings.http_routable
     )
