@@ -1,8 +1,9 @@
-"""Calculators: bytes per token of models, and what a fleet needs."""
+"""The calculator: bytes per token of models."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from support.core_kit import refused
 from kvhearth.errors import Reason
 from kvhearth_server.cli import app
 from kvhearth_server.cli.output import size
-from kvhearth_server.sizing.fleet import Fleet, fleet_needs
-from kvhearth_server.sizing.model import model_kv
+from kvhearth_server.cli.sizing import model_kv
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS: dict[str, dict[str, Any]] = json.loads((ROOT / "tests/golden/models.json").read_text())
@@ -46,7 +46,7 @@ def table() -> str:
         if kv.sliding_layers:
             layers += f", {kv.sliding_layers} of window {kv.window_tokens}"
         cells = (name, layers, kv.attention.upper(), f"{kv.bytes_per_token:,.0f}")
-        row = (*cells, f"{kv.tokens_per_gib:,}", size(kv.context_bytes(8192)))
+        row = (*cells, f"{int(2**30 / kv.bytes_per_token):,}", size(kv.context_bytes(8192)))
         rows.append(f"| {' | '.join(row)} |")
     return "\n".join(rows)
 
@@ -73,10 +73,6 @@ def test_windows_load_their_last_tokens() -> None:
     ("changes", "full", "sliding", "state"),
     [
         ({"layer_types": ["full_attention", "linear_attention"]}, 16, 0, 16),
-        ({"full_attention_interval": 4}, 8, 0, 24),
-        ({"attn_layer_period": 8, "attn_layer_offset": 4}, 4, 0, 28),
-        ({"attn_layer_indices": [3, 9]}, 2, 0, 30),
-        ({"hybrid_override_pattern": "M-*M"}, 8, 0, 16),
         ({"sliding_window": 4096}, 32, 0, 0),
         ({"sliding_window": 4096, "model_type": "mistral"}, 0, 32, 0),
         ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 20}, 20, 12, 0),
@@ -96,15 +92,12 @@ def test_kinds_of_layers(changes: dict[str, Any], full: int, sliding: int, state
     [
         ({"num_key_value_heads": 32}, "mha", 16384),
         ({"num_key_value_heads": None}, "mha", 16384),
-        ({"multi_query": True, "num_key_value_heads": None}, "mqa", 512),
         ({"head_dim": 64}, "gqa", 2048),
         ({"head_dim": 192, "v_head_dim": 128}, "gqa", 8 * 320 * 2),
         ({"torch_dtype": "float32"}, "gqa", 8192),
         ({"torch_dtype": "float16"}, "gqa", 4096),
         ({"dtype": "bfloat16", "torch_dtype": None}, "gqa", 4096),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}, "mla", 1152 + 132),
-        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "gqa", 2048),
-        ({"quantization_config": {"kv_cache_quant_algo": "FP8"}}, "gqa", 2048),
     ],
 )
 def test_bytes_of_a_layer(changes: dict[str, Any], attention: str, layer_bytes: int) -> None:
@@ -116,8 +109,8 @@ def test_dtypes_codecs_and_ranks() -> None:
     assert model_kv(LLAMA, "fp8").bytes_per_token == 65_536
     assert model_kv(LLAMA, codec="fp8").bytes_per_token == 131_072 * 33 / 64
     assert model_kv(LLAMA, codec="int4").bytes_per_token == 131_072 * 36 / 128
-    assert model_kv(LLAMA, tensor_parallel=8).bytes_per_token == 131_072
-    assert model_kv(LLAMA, tensor_parallel=16).bytes_per_token == 262_144
+    assert model_kv(LLAMA, ranks=8).bytes_per_token == 131_072
+    assert model_kv(LLAMA, ranks=16).bytes_per_token == 262_144
     for wrong in ({"kv_dtype": "float7"}, {"codec": "zip"}, {"kv_dtype": "fp8", "codec": "int4"}):
         with refused(Reason.CONFIG_INVALID):
             model_kv(LLAMA, **wrong)
@@ -139,61 +132,18 @@ def test_other_files_are_refused_by_field(config: dict[str, Any]) -> None:
         model_kv(config)
 
 
-def test_a_fleet_of_a_thousand_hosts() -> None:
-    needs = fleet_needs(Fleet())
-    assert needs.objects == pytest.approx(4.77e9, rel=0.01)
-    assert needs.master_metadata_bytes == pytest.approx(4.5e12, rel=0.01)
-    assert needs.naive_keys_per_s == 25.6e6
-    assert needs.naive_cores == pytest.approx(90, rel=0.01)
-    assert needs.naive_dollars_per_day == pytest.approx(884_736)
-    assert needs.calls_per_s == 150_000
-    assert needs.calls_cores == pytest.approx(7, rel=0.01)
-    assert needs.requests_per_s == pytest.approx(60_000)
-    assert needs.prefixes == 11
-    assert needs.fan_in_s == 80
-    assert needs.breaks_first == "storage network"
-    small = fleet_needs(Fleet(hosts=10, bytes=10**13))
-    assert small.breaks_first == ""
-    assert fleet_needs(Fleet(block_bytes=256 << 10)).puts_dollars_per_week == pytest.approx(
-        190_735, rel=0.01
-    )
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    words = ["size", "--model", str(tmp_path), "--set", "context=1024", "--set", "idle=0"]
+    words = ["size", "--model", str(tmp_path), "--context", "1024", "--idle", "0"]
     assert app.run(words) == 0
     shown = capsys.readouterr().out
-    assert "bytes per token  131072" in shown
+    assert re.search(r"bytes per token +131072\b", shown)
     assert "kvhearth serve --memory 32GiB" in shown  # 200 x 1024 x 128 KiB and a fifth spare
     assert app.run([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["suggested_memory_bytes"] == 32 << 30
-    assert found["suggested_ssd_bytes"] == 0
-    assert found["tokens_per_gib"] == 8192
-    assert app.run(["size", "--fleet", "--set", "hosts=10", "--set", "bytes=10TB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["breaks_first"] == ""
-    assert found["fleet"]["hosts"] == 10
-    assert app.run(["size", "--fleet"]) == 0
-    assert "breaks first: storage network" in capsys.readouterr().out
+    assert (found["memory_gib"], found["ssd_gib"]) == (32, 0)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["--fleet", "--model", "x"],
-        ["--model", "none.json"],
-        ["--fleet", "--set", "wings=2"],
-        ["--fleet", "--set", "hosts=0"],
-        ["--fleet", "--set", "turnover_s=0"],
-        ["--fleet", "--set", "bytes"],
-        ["--fleet", "--set", "keys=nan"],
-        ["--fleet", "--set", "requests_per_s=nan"],
-        ["--fleet", "--set", "requests_per_s=-1"],
-    ],
-)
-def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["size", *words]) == app.EXIT_CONFIG
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["size", "--model", "none.json"]) == app.EXIT_CONFIG
     assert "kvhearth: error: " in capsys.readouterr().err

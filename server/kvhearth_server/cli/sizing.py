@@ -1,229 +1,150 @@
-"""``kvhearth size``: how much memory and SSD a model needs, and what a fleet needs."""
+"""``kvhearth size``: how much memory and SSD a model needs, by its Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import typer
 
+from kvhearth.contract import DTYPE_BYTES
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.cli.output import AsJson, console, facts, percent, row, say_json, size, table
-from kvhearth_server.config.value_types import parse_size
-from kvhearth_server.sizing.fleet import Constants, Fleet, FleetNeeds, fleet_needs
-from kvhearth_server.sizing.model import ModelKv, model_kv
+from kvhearth_server.cli.output import AsJson, console, facts, say_json
 
-EPILOG = (
-    "Example: kvhearth size --model config.json --set conversations=500; "
-    "kvhearth size --fleet --set hosts=100 --set bytes=1000TB"
-)
-_SPARE = 0.2
-"""Part of memory that leases, reservations and slack may take."""
-_STEP = 1 << 30
-_LARGEST = 1e24
-_MAY_BE_0 = {"idle", "known_fraction", "remote_fraction", "gets_dollars", "puts_dollars"}
-T = TypeVar("T")
-
-
-Model = Annotated[
-    Path | None,
-    typer.Option("--model", help="The model's config.json, or its directory.", metavar="FILE"),
-]
-Assume = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="A figure to calculate with; repeatable. With --model: context=8192 "
-        "conversations=200 idle=2000. With --fleet: hosts=1000 bytes=10000TB requests_per_s=50 "
-        "keys=512 block_bytes=2MiB, and the others that --json prints.",
-        metavar="NAME=VALUE",
-    ),
-]
-
-
-def sized(
-    *,
-    model: Model = None,
-    fleet: Annotated[
-        bool, typer.Option("--fleet", help="Hosts that share a remote tier: what breaks first.")
-    ] = False,
-    kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", help="Dtype of the KV cache: auto, bfloat16, fp8, ...")
-    ] = "auto",
-    codec: Annotated[str, typer.Option("--codec", help="Codec at rest: fp8 or int4.")] = "",
-    tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, help="Ranks of the engine.")
-    ] = 1,
-    assume: Assume = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compute bytes per token of a model and suggest sizes; or size a fleet.
-
-    With --model: from its Hugging Face config.json; memory for conversations that
-    continue within minutes, SSD for those that are idle for longer. With --fleet:
-    metadata, calls, network and cost of a remote tier that many hosts share.
-    Once a daemon has real load, kvhearth mrc tells more than any calculation.
-    """
-    if (model is None) == (not fleet):
-        raise KVHearthError(Reason.CONFIG_INVALID, "give either --model FILE or --fleet")
-    if model is None:
-        own = _assumed(Fleet(), assume, (Fleet, Constants))
-        costs = _assumed(Constants(), assume, (Fleet, Constants))
-        needs = fleet_needs(own, costs)
-        if as_json:
-            say_json(_fleet_json(own, costs, needs))
-        else:
-            _print_fleet(needs)
-        return
-    use = _assumed(Conversations(), assume, (Conversations,))
-    found = model_kv(_config(model), kv_dtype, codec, tensor_parallel)
-    memory, ssd = suggestion(found, use)
-    if as_json:
-        say_json(
-            {
-                **asdict(found),
-                **asdict(use),
-                "tokens_per_gib": found.tokens_per_gib,
-                "context_bytes": found.context_bytes(use.context),
-                "suggested_memory_bytes": memory,
-                "suggested_ssd_bytes": ssd,
-            }
-        )
-    else:
-        _print_model(found, use.context, memory, ssd)
+EPILOG = "Example: kvhearth size --model config.json --conversations 500"
+_SPARE, _GIB = 0.2, 1 << 30  # leases, reservations and slack take the spare part
+_DTYPES = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+_CODECS = {"": 1.0, "fp8": 33 / 64, "int4": 36 / 128}
+"""Part of a 16-bit block's bytes that is left at rest: codes, and scales or steps and lows."""
+_FULL, _SLIDING, _STATE = "full_attention", "sliding_attention", "linear_attention"
+_KINDS = {"attention": _FULL, "hybrid": _FULL, "chunked_attention": _SLIDING, "conv": _STATE}
+_KINDS |= {each: each for each in (_FULL, _SLIDING, _STATE)}
+_KINDS |= dict.fromkeys(("mamba", "mamba2", "recurrent"), _STATE)
+_WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2", "olmo3")
+"""Models whose layers all have the window that the configuration names."""
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """Load of one host: tokens of a conversation, those that continue soon, and those later."""
+class ModelKv:
+    """KV cache of a model: layers by kind (those with a state have no KV of each token), bytes of a
+    token in one layer and in all of them. ``window_tokens`` is 0 without sliding layers.
+    """
 
-    context: int = 8192
-    conversations: int = 200
-    idle: int = 2000
+    attention: str
+    kv_dtype: str
+    full_layers: int
+    sliding_layers: int
+    state_layers: int
+    window_tokens: int
+    layer_bytes: float
+    bytes_per_token: float
+
+    def context_bytes(self, tokens: int) -> int:
+        """Return the bytes that a hit of so many tokens loads: windows need their last tokens."""
+        seen = min(tokens, self.window_tokens or tokens)
+        layers = self.full_layers * tokens + self.sliding_layers * seen
+        return math.ceil(layers * self.layer_bytes)
 
 
-def _assumed(usual: T, words: list[str] | None, kinds: Sequence[type]) -> T:
-    """Return a dataclass of numbers with the fields that the user set.
+def model_kv(
+    config: Mapping[str, Any], kv_dtype: str = "auto", codec: str = "", ranks: int = 1
+) -> ModelKv:
+    """Return the KV cache of a model; with more ranks than KV heads, heads are there several times.
 
     Raises:
-        KVHearthError: ``config_invalid`` for a name that none of ``kinds`` has, or no number.
+        KVHearthError: ``config_invalid`` naming the field that is missing or unknown.
     """
-    fields = {each.name: each for kind in kinds for each in dataclasses.fields(kind)}
-    changes: dict[str, float] = {}
-    for word in words or []:
-        name, _, text = word.partition("=")
-        if name not in fields:
-            known = ", ".join(fields)
-            raise KVHearthError(Reason.CONFIG_INVALID, f"--set: no {name!r}; there are: {known}")
-        whole = str(fields[name].type) == "int"
-        try:
-            value = parse_size(text) if whole or text[-1:].isalpha() else float(text)
-        except ValueError as error:
-            raise KVHearthError(Reason.CONFIG_INVALID, f"--set: {word!r}: {error}") from None
-        if not 0 <= value < _LARGEST or (value == 0 and name not in _MAY_BE_0):
-            raise KVHearthError(Reason.CONFIG_INVALID, f"--set: {word!r} must be above 0")
-        if hasattr(usual, name):
-            changes[name] = value
-    return dataclasses.replace(usual, **changes)  # type: ignore[type-var]
+    nested = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
+    text = next((each for each in nested if isinstance(each, Mapping)), config)
+    said = (each.get(name) for each in (text, config) for name in ("dtype", "torch_dtype"))
+    usual = next((str(name) for name in said if name), "bfloat16").removeprefix("torch.")
+    dtype = usual if kv_dtype == "auto" else kv_dtype
+    known = dtype in _DTYPES and codec in _CODECS and (not codec or _DTYPES[dtype] == 2)
+    _require(known, f"no codec {codec!r} of a cache of {dtype!r}; dtypes: {', '.join(_DTYPES)}")
+    attention, elements, extra = _layer(text, ranks)
+    layer_bytes = elements * _DTYPES[dtype] * _CODECS[codec] + extra
+    kinds = _kinds(text)
+    full, sliding = kinds.count(_FULL), kinds.count(_SLIDING)
+    window = _number(text, "sliding_window", "attention_chunk_size", default=0) if sliding else 0
+    counts = full, sliding, kinds.count(_STATE)
+    return ModelKv(attention, dtype, *counts, window, layer_bytes, (full + sliding) * layer_bytes)
 
 
-def _fleet_json(own: Fleet, costs: Constants, needs: FleetNeeds) -> dict[str, object]:
-    bounds = [{**asdict(each), "ratio": round(each.ratio, 3)} for each in needs.bounds]
-    return {
-        "fleet": asdict(own),
-        "constants": asdict(costs),
-        "needs": {**asdict(needs), "bounds": bounds},
-        "breaks_first": needs.breaks_first,
-    }
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"config.json: {text}")
 
 
-def suggestion(found: ModelKv, use: Conversations) -> tuple[int, int]:
-    """Return the bytes of memory for active conversations, and of SSD for all; whole GiB."""
-    # Stores write every token's KV, also of windows that a hit does not load.
-    one = use.context * found.bytes_per_token / (1 - _SPARE)
-    memory = _whole(use.conversations * one)
-    return memory, _whole((use.conversations + use.idle) * one) if use.idle else 0
+def _number(text: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    value = next((text[name] for name in names if text.get(name) is not None), default)
+    _require(type(value) is int and value >= 0, f"{names[0]} is {value!r}, not a number")
+    return int(value or 0)
 
 
-def _whole(size_bytes: float) -> int:
-    return math.ceil(size_bytes / _STEP) * _STEP
+def _layer(text: Mapping[str, Any], ranks: int) -> tuple[str, int, int]:
+    """Return the kind of attention, the elements of a token in one layer, and further bytes."""
+    if text.get("kv_lora_rank"):
+        # One latent and one rotary part for all heads; a sparse indexer keeps FP8 keys beside it.
+        elements = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim", default=0)
+        index = _number(text, "index_head_dim", default=0)
+        return "mla", elements, index + 4 if index else 0
+    heads = _number(text, "num_attention_heads", "n_head")
+    kv_heads = _number(text, "num_key_value_heads", "num_kv_heads", default=heads)
+    width = _number(text, "hidden_size", "n_embd", default=0)
+    dim = _number(text, "head_dim", default=width // heads if heads else 0)
+    _require(dim > 0, "there is neither head_dim nor hidden_size and num_attention_heads")
+    kind = "mha" if kv_heads == heads else "mqa" if kv_heads == 1 else "gqa"
+    return kind, max(kv_heads, ranks) * (dim + _number(text, "v_head_dim", default=dim)), 0
 
 
-def _config(path: Path) -> dict[str, object]:
-    file = path / "config.json" if path.is_dir() else path
+def _kinds(text: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer that has a cache of its own."""
+    count, model = _number(text, "num_hidden_layers", "n_layer"), text.get("model_type")
+    window = _number(text, "sliding_window", default=0)
+    every = _number(text, "sliding_window_pattern", default=2 if model == "gemma2" else 0)
+    said = text.get("use_sliding_window", model in _WINDOWED)
+    words = text.get("layer_types") or text.get("layers_block_type") or [_FULL]
+    if len(words) == 1 and window and (every or said):
+        first, every = _number(text, "max_window_layers", default=0), every or count + 1
+        words = [_SLIDING if at >= first and (at + 1) % every else _FULL for at in range(count)]
+    _require(not {*words} - _KINDS.keys(), f"unknown kinds of layers: {sorted({*words})}")
+    shared = _number(text, "num_kv_shared_layers", default=0)
+    return [_KINDS[words[at % len(words)]] for at in range(count - shared)]
+
+
+def sized(
+    model: Annotated[Path, typer.Option(help="The model's config.json, or its directory.")],
+    kv_dtype: Annotated[str, typer.Option(help="Dtype of the KV cache.")] = "auto",
+    codec: Annotated[str, typer.Option(help="Codec at rest: fp8 or int4.")] = "",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of the engine.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a conversation.")] = 8192,
+    conversations: Annotated[int, typer.Option(min=1, help="Those that go on in minutes.")] = 200,
+    idle: Annotated[int, typer.Option(min=0, help="Those that go on within days.")] = 2000,
+    as_json: AsJson = False,
+) -> None:
+    """Compute bytes per token of a model, and memory and SSD for conversations.
+
+    Once a daemon has real load, kvhearth mrc tells more than any calculation.
+    """
+    file = model / "config.json" if model.is_dir() else model
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise KVHearthError(Reason.CONFIG_INVALID, f"--model: {file}: {reason}") from None
-    if not isinstance(found, dict):
-        raise KVHearthError(Reason.CONFIG_INVALID, f"--model: {file} is no JSON object")
-    return found
-
-
-def _print_model(found: ModelKv, context: int, memory: int, ssd: int) -> None:
-    layers = [f"{found.full_layers} full"]
-    if found.sliding_layers:
-        layers.append(f"{found.sliding_layers} with a window of {found.window_tokens} tokens")
-    if found.state_layers:
-        layers.append(f"{found.state_layers} with a state (its size is not counted)")
-    dtype = found.kv_dtype + (f", {found.codec} at rest" if found.codec else "")
-    rows: list[tuple[str, object]] = [
-        ("model", f"{found.model_type}, {found.attention}"),
-        ("KV", dtype),
-        ("layers", ", ".join(layers)),
-        ("bytes per token", f"{found.bytes_per_token:.0f}"),
-        ("tokens per GiB", found.tokens_per_gib),
-        (f"{context} tokens", f"{size(found.context_bytes(context))} are loaded for a hit"),
-        ("memory", size(memory)),
-    ]
-    if ssd:
-        rows.append(("SSD", size(ssd)))
-    console().print(facts(rows))
-    words = f"kvhearth serve --memory {memory >> 30}GiB"
-    if ssd:
-        words += f" --ssd-dir /var/lib/kvhearth={ssd >> 30}GiB"
-    typer.echo(f"\n{words}")
-
-
-def _print_fleet(needs: FleetNeeds) -> None:
-    rows: list[tuple[str, object]] = [
-        ("objects", f"{needs.objects:,}"),
-        ("metadata", f"{size(needs.master_metadata_bytes)} at one master"),
-        ("", f"{size(needs.value_metadata_bytes)} beside values of a key-value store"),
-        ("every key asked for", f"{needs.naive_keys_per_s:,.0f} keys/s"),
-        ("", f"{needs.naive_cores:.1f} cores, or $ {needs.naive_dollars_per_day:,.0f} a day"),
-        ("by halving", f"{needs.calls_per_s:,.0f} calls/s, {needs.calls_cores:.1f} cores"),
-        (
-            "and remembering",
-            f"{needs.asked_calls_per_s:,.0f} calls/s, {needs.asked_cores:.2f} cores",
-        ),
-        (
-            "",
-            f"{needs.requests_per_s:,.0f} requests/s at an object store, {needs.prefixes} prefixes",
-        ),
-        ("", f"$ {needs.requests_dollars_per_day:,.0f} a day"),
-        ("loads", f"{size(round(needs.load_bytes_per_s))}/s"),
-        ("of one host", f"{size(round(needs.host_load_bytes_per_s))}/s"),
-        ("writes", f"{needs.puts_per_s:,.0f}/s, $ {needs.puts_dollars_per_week:,.0f} a week"),
-        ("one prompt for all", f"{needs.fan_in_s:.0f} s from one holder"),
-    ]
-    console().print(facts(rows))
-    shown = table("bound", "used", "needed", "there is", "instead", right=("used",))
-    for each in needs.bounds:
-        amounts = [
-            size(round(value)) + each.unit.removeprefix("bytes")
-            if each.unit.startswith("bytes")
-            else f"{value:.1f} {each.unit}"
-            for value in (each.need, each.there_is)
-        ]
-        row(shown, each.name, percent(each.need, each.there_is), *amounts, each.instead)
-    typer.echo("")
-    console().print(shown)
-    first = needs.breaks_first
-    typer.echo(f"\nbreaks first: {first}" if first else "\nnothing breaks")
+        raise KVHearthError(Reason.CONFIG_INVALID, f"--model: {file}: {error}") from None
+    _require(isinstance(config, dict), f"{file} is no JSON object")
+    kv = model_kv(config, kv_dtype, codec, tensor_parallel)
+    # Stores write every token's KV, also of windows that a hit does not load.
+    one = context * kv.bytes_per_token / (1 - _SPARE) / _GIB
+    memory, ssd = math.ceil(conversations * one), math.ceil((conversations + idle) * one)
+    sizes = {"memory_gib": memory, "ssd_gib": ssd if idle else 0}
+    found = asdict(kv) | {"context_bytes": kv.context_bytes(context)} | sizes
+    if as_json:
+        say_json(found)
+        return
+    console().print(facts([(name.replace("_", " "), value) for name, value in found.items()]))
+    more = f" --ssd-dir /var/lib/kvhearth={ssd}GiB" if idle else ""
+    typer.echo(f"\nkvhearth serve --memory {memory}GiB{more}")

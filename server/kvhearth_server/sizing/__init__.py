@@ -1,1 +1,0 @@
-"""Calculators: bytes of a model's KV cache, and what a fleet of hosts needs."""
