@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.eviction_model import nothing_leased
 
-from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
+from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, S3FifoPolicy
 from kvhearth_server.core.eviction.base import I64, U32
 
 SLOT_COUNT = 6000
@@ -25,11 +24,11 @@ def marks_of(slots: I64) -> U32:
 class PolicyMachine(RuleBasedStateMachine):
     """Two policies over the same arrays, compared with two sets."""
 
-    def __init__(self, name: str, slot_count: int) -> None:
+    def __init__(self, slot_count: int) -> None:
         super().__init__()
         self.slot_count = slot_count
         arrays = PolicyArrays(slot_count)
-        self.policies = [make_policy(name, arrays) for _ in range(2)]
+        self.policies = [S3FifoPolicy(arrays) for _ in range(2)]
         self.members: list[set[int]] = [set(), set()]
         self.leased: set[int] = set()
 
@@ -121,10 +120,8 @@ class PolicyMachine(RuleBasedStateMachine):
             assert set(slots) == members
 
 
-class EvictionContract:
-    """Tests of one policy: inherit and set ``name``."""
-
-    name: ClassVar[str]
+class TestEviction:
+    """Tests of any policy."""
 
     @pytest.fixture
     def arrays(self) -> PolicyArrays:
@@ -132,12 +129,12 @@ class EvictionContract:
 
     @pytest.fixture
     def policy(self, arrays: PolicyArrays) -> EvictionPolicy:
-        return make_policy(self.name, arrays)
+        return S3FifoPolicy(arrays)
 
     @pytest.mark.parametrize("slot_count", [60, SLOT_COUNT])
     def test_membership_is_a_set(self, slot_count: int) -> None:
         run_state_machine_as_test(
-            lambda: PolicyMachine(self.name, slot_count),
+            lambda: PolicyMachine(slot_count),
             settings=settings(
                 max_examples=settings.default.max_examples,
                 stateful_step_count=40,
@@ -230,7 +227,7 @@ class EvictionContract:
     def test_the_older_policy_has_the_smaller_rank(
         self, policy: EvictionPolicy, arrays: PolicyArrays
     ) -> None:
-        younger = make_policy(self.name, arrays)
+        younger = S3FifoPolicy(arrays)
         policy.insert(np.arange(100))
         younger.insert(np.arange(100, 200))
         old, young = policy.age_rank(), younger.age_rank()
@@ -247,7 +244,7 @@ class EvictionContract:
     def test_a_refused_insert_changes_nothing(
         self, policy: EvictionPolicy, arrays: PolicyArrays, slots: list[int]
     ) -> None:
-        make_policy(self.name, arrays).insert(np.array([3]))
+        S3FifoPolicy(arrays).insert(np.array([3]))
         policy.insert(np.array([4]))
         before = arrays.position.copy()
         with pytest.raises(ValueError, match="slots"):
@@ -263,7 +260,7 @@ class EvictionContract:
     def test_a_refused_remove_changes_nothing(
         self, policy: EvictionPolicy, arrays: PolicyArrays, slots: list[int]
     ) -> None:
-        other = make_policy(self.name, arrays)
+        other = S3FifoPolicy(arrays)
         other.insert(np.array([3]))
         policy.insert(np.array([4]))
         with pytest.raises(ValueError, match="slots"):
@@ -275,7 +272,7 @@ class EvictionContract:
     def test_evicting_a_stranger_is_refused(
         self, policy: EvictionPolicy, arrays: PolicyArrays
     ) -> None:
-        make_policy(self.name, arrays).insert(np.array([3]))
+        S3FifoPolicy(arrays).insert(np.array([3]))
         for slot in (3, 4):
             with pytest.raises(ValueError, match="not a member"):
                 policy.evict(slot)
@@ -289,7 +286,7 @@ class EvictionContract:
             policy.check()
 
     def test_many_policies_share_the_arrays(self, arrays: PolicyArrays) -> None:
-        policies = [make_policy(self.name, arrays) for _ in range(300)]
+        policies = [S3FifoPolicy(arrays) for _ in range(300)]
         for number, each in enumerate(policies):
             each.insert(np.arange(number * 20, number * 20 + 20))
         for number, each in enumerate(policies):
@@ -297,7 +294,7 @@ class EvictionContract:
             assert sorted(each.slots().tolist()) == list(range(number * 20, number * 20 + 20))
 
     def test_a_million_at_once(self) -> None:
-        policy = make_policy(self.name, PolicyArrays(1_000_000))
+        policy = S3FifoPolicy(PolicyArrays(1_000_000))
         slots = np.random.default_rng(3).permutation(1_000_000)
         policy.insert(slots, marks_of(slots))
         assert len(policy) == 1_000_000
@@ -316,11 +313,3 @@ class EvictionContract:
             policy.check()
             policy.remove(slots[::100])
         assert len(arrays.chunks) <= 8
-
-
-class TestS3Fifo(EvictionContract):
-    name = "s3fifo"
-
-
-class TestSieve(EvictionContract):
-    name = "sieve"

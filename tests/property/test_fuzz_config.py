@@ -250,7 +250,6 @@ starts = st.fixed_dictionaries(
         "drain_grace_s": st.sampled_from(["0", "9" * 300]),
         "switch_interval_s": st.sampled_from(["0.0000000001", "0.1"]),
         "sum_threads": st.integers(1, 64),
-        "eviction": st.sampled_from(["s3fifo", "sieve"]),
         "log_format": st.sampled_from(["auto", "console", "json"]),
         "http": st.sampled_from(["off", "127.0.0.1:0", "localhost:0", "[::1%1]:0"]),
     },

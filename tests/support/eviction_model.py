@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
+from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, S3FifoPolicy
 from kvhearth_server.core.eviction.base import I64
 
 
@@ -26,9 +26,9 @@ def fingerprint(key: int) -> int:
 class PolicyCache:
     """A cache of ``capacity`` keys whose victims a policy chooses."""
 
-    def __init__(self, name: str, capacity: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self.arrays = PolicyArrays(capacity)
-        self.policy: EvictionPolicy = make_policy(name, self.arrays)
+        self.policy: EvictionPolicy = S3FifoPolicy(self.arrays)
         self._slot_of: dict[int, int] = {}
         self._key_of: dict[int, int] = {}
         self._free = list(range(capacity))

@@ -145,10 +145,9 @@ class MachineBase(RuleBasedStateMachine):
     @initialize(
         tenants=st.integers(1, 2),
         slabs=st.integers(2, 4),
-        eviction=st.sampled_from(["s3fifo", "sieve"]),
         quota=st.sampled_from([None, None, 40_000]),
     )
-    def begin(self, tenants: int, slabs: int, eviction: str, quota: int | None) -> None:
+    def begin(self, tenants: int, slabs: int, quota: int | None) -> None:
         self.tenants = [f"t{i}" for i in range(tenants)]
         self.geometry = Geometry.of(
             [(name, slabs * SLAB_BYTES) for name in self.tenants], SLAB_BYTES, 4096
@@ -163,7 +162,6 @@ class MachineBase(RuleBasedStateMachine):
             pins_max=2,
             pin_ttl_max_s=100.0,
             namespace_quota_bytes=quota,
-            eviction=eviction,
         )
         self.memory = Memory(self.geometry)
         self.shell = Shell(self.geometry, self.limits)

@@ -58,7 +58,6 @@ OPTIONS = st.fixed_dictionaries(
         "queue_reads": st.sampled_from([3, 16, 1024]),
         "queue_writes": st.sampled_from([3, 16, 1024]),
         "namespace_quota_bytes": st.sampled_from([None, None, 60_000]),
-        "eviction": st.sampled_from(["s3fifo", "sieve"]),
     }
 )
 

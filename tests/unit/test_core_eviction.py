@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-import pytest
 from support.core_kit import Rig, contract, full, key, keys, mamba, refused
 
 from kvhearth.errors import Reason
-
-POLICIES = pytest.mark.parametrize("eviction", ["s3fifo", "sieve"])
 
 
 def prefix(rig: Rig, session: int, length: int, kv_group: int = 0) -> int:
@@ -40,9 +37,8 @@ def test_of_a_tree_the_branches_go_before_the_trunk() -> None:
     assert left == []
 
 
-@POLICIES
-def test_four_times_the_arena_back_to_back(eviction: str) -> None:
-    rig = Rig(4, eviction=eviction)
+def test_four_times_the_arena_back_to_back() -> None:
+    rig = Rig(4)
     session = rig.attach(contract(full(shards=2)))
     stored = 0
     for number in range(0, 128, 4):
@@ -53,9 +49,8 @@ def test_four_times_the_arena_back_to_back(eviction: str) -> None:
     assert sum(rig.present(session, keys(*range(128)))) == 32
 
 
-@POLICIES
-def test_four_times_the_arena_in_several_sizes(eviction: str) -> None:
-    rig = Rig(6, eviction=eviction)
+def test_four_times_the_arena_in_several_sizes() -> None:
+    rig = Rig(6)
     session = rig.attach(contract(full(), mamba(9000), full(20000)))
     for number in range(0, 400, 5):
         for kv_group, count in ((0, 5), (1, 1), (2, 2)):
@@ -97,11 +92,10 @@ def test_nothing_is_left_to_evict() -> None:
     assert len(rig.take(session, 16)[0]) == 16
 
 
-@POLICIES
-def test_a_victim_does_not_cost_a_look_at_every_namespace(eviction: str) -> None:
+def test_a_victim_does_not_cost_a_look_at_every_namespace() -> None:
     """With a thousand namespaces 2,048 victims took 3.5 s: all policies were sorted for each."""
     spaces, victims = 50, 32
-    rig = Rig(2 * spaces, eviction=eviction)
+    rig = Rig(2 * spaces)
     for number in range(spaces):
         session = rig.attach(contract(revision=str(number)), engine_id=str(number))
         rig.put(session, keys(*range(32)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.eviction_model import nothing_leased
 
-from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
+from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, S3FifoPolicy
 from kvhearth_server.core.policies import Coldest
 
 POLICIES = 12
@@ -18,10 +18,10 @@ SLOTS = 4000
 class World:
     """Policies over one set of arrays, their heap, and the members of each."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         arrays = PolicyArrays(SLOTS)
-        self.policies = [make_policy(name, arrays) for _ in range(POLICIES)]
+        self.policies = [S3FifoPolicy(arrays) for _ in range(POLICIES)]
         self.free = list(range(SLOTS))
         self.cold = Coldest()
 
@@ -54,10 +54,9 @@ class World:
         return min((1 << 62 if rank is None else rank for rank in ranks), default=None)
 
 
-@pytest.mark.parametrize("name", ["s3fifo", "sieve"])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_first_is_the_coldest_whatever_happens(name: str, seed: int) -> None:
-    world = World(name, seed)
+def test_the_first_is_the_coldest_whatever_happens(seed: int) -> None:
+    world = World(seed)
     for _ in range(600):
         number = world.random.randrange(POLICIES)
         work = world.random.choice([world.insert, world.remove, world.touch, world.evict])
@@ -71,9 +70,8 @@ def test_the_first_is_the_coldest_whatever_happens(name: str, seed: int) -> None
             assert world.coldest_of([found[1]]) == expected
 
 
-@pytest.mark.parametrize("name", ["s3fifo", "sieve"])
-def test_who_is_passed_over_competes_again(name: str) -> None:
-    world = World(name, 1)
+def test_who_is_passed_over_competes_again() -> None:
+    world = World(1)
     for number in range(3):
         world.insert(number)
         world.cold.note(number, world.policies[number])
@@ -89,7 +87,7 @@ def test_who_is_passed_over_competes_again(name: str) -> None:
 
 
 def test_an_emptied_policy_is_forgotten() -> None:
-    world = World("sieve", 2)
+    world = World(2)
     world.insert(0)
     world.cold.note(0, world.policies[0])
     world.policies[0].remove(world.policies[0].slots())

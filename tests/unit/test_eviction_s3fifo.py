@@ -12,8 +12,8 @@ from support.eviction_model import (
     zipf_keys,
 )
 
-from kvhearth_server.core.eviction import PolicyArrays, make_policy
-from kvhearth_server.core.eviction.s3fifo import Ghost, S3FifoPolicy
+from kvhearth_server.core.eviction import PolicyArrays, S3FifoPolicy
+from kvhearth_server.core.eviction.s3fifo import Ghost
 
 CAPACITY = 1000
 HOT_KEYS = 800
@@ -24,7 +24,7 @@ def test_a_mixed_in_scan_costs_few_hits(seed: int) -> None:
     print(f"seed {seed}")
     warm, hot = zipf_keys(seed, HOT_KEYS, 10_000), zipf_keys(seed + 100, HOT_KEYS, 10_000)
     caches: dict[str, PolicyCache | QueueCache] = {
-        "s3fifo": PolicyCache("s3fifo", CAPACITY),
+        "s3fifo": PolicyCache(CAPACITY),
         "lru": QueueCache(CAPACITY, lru=True),
         "fifo": QueueCache(CAPACITY, lru=False),
     }
@@ -43,7 +43,7 @@ def test_a_burst_of_ten_capacities_leaves_the_hot_set(seed: int) -> None:
     print(f"seed {seed}")
     warm = zipf_keys(seed, HOT_KEYS, 10_000)
     caches: dict[str, PolicyCache | QueueCache] = {
-        "s3fifo": PolicyCache("s3fifo", CAPACITY),
+        "s3fifo": PolicyCache(CAPACITY),
         "lru": QueueCache(CAPACITY, lru=True),
         "fifo": QueueCache(CAPACITY, lru=False),
     }
@@ -154,8 +154,3 @@ def test_strangers_seem_known_to_the_ghost_once_in_256() -> None:
     known = ghost.take_known(rng.integers(0, 1 << 32, 20_000, dtype=np.uint32))
     print(f"{known.mean():.4f} of strangers seemed known")
     assert known.mean() < 2 / 256
-
-
-def test_the_unknown_policy_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="choose one of s3fifo, sieve"):
-        make_policy("lru", PolicyArrays(1))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Container, Iterator
 import numpy as np
 
 from kvhearth.model import I64
-from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, make_policy
+from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, S3FifoPolicy
 from kvhearth_server.core.slot_table import Pick, SlotTable
 
 _ENDED, _WARMEST = -1, 1 << 62
@@ -24,9 +24,8 @@ _STALE_MAX = 64
 class PolicySet:
     """All policies; a bound head is a member of exactly one."""
 
-    def __init__(self, name: str, slot_count: int, policies_max: int = 64) -> None:
+    def __init__(self, slot_count: int, policies_max: int = 64) -> None:
         """``policies_max``: policies for which memory is reserved; more of them make it grow."""
-        self._name = name
         self._arrays = PolicyArrays(slot_count, _RINGS_A_POLICY * policies_max)
         self._policies: dict[tuple[int, int], EvictionPolicy] = {}
         self._by_namespace: dict[int, dict[int, EvictionPolicy]] = {}
@@ -52,7 +51,7 @@ class PolicySet:
         place = (namespace, slot_bytes)
         policy = self._policies.get(place)
         if policy is None:
-            policy = self._policies[place] = make_policy(self._name, self._arrays)
+            policy = self._policies[place] = S3FifoPolicy(self._arrays)
             self._by_namespace.setdefault(namespace, {})[slot_bytes] = policy
         self._changed.add(place)
         return policy

@@ -53,7 +53,6 @@ class Limits:
     """Pins on one tenant's segment: one without any slot takes 500 bytes, too."""
     pin_ttl_max_s: float = 86400.0
     namespace_quota_bytes: int | None = None
-    eviction: str = "s3fifo"
     shares: tuple[TenantShares, ...] = ()
 
 
@@ -80,7 +79,7 @@ class CoreState:
         self.chains = Chains(self.table)
         self.writeback_queue = WritebackQueue(self.table, self.count)
         self.lower_tier: LowerTier | None = None
-        self.policies = PolicySet(limits.eviction, geometry.slot_count, limits.namespaces_max)
+        self.policies = PolicySet(geometry.slot_count, limits.namespaces_max)
         self.shares = Shares([s.tenant for s in geometry.segments])
         self.namespaces = Namespaces(
             limits.namespaces_max, limits.namespace_quota_bytes, self.policies.drop, self.shares
