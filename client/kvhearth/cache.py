@@ -29,7 +29,6 @@ from kvhearth.copiers.host import HostCopier
 from kvhearth.errors import ClientReason, KVHearthError, NoReason, Reason
 from kvhearth.model import I64, Bools, Records
 from kvhearth.results import CommitGroup, LookupResult, PromotionWait, usable_tokens
-from kvhearth.tracing import NO_SPAN
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, check_single_rank
 from kvhearth.transfer.lanes import Failure, Job, Lane, ResultT, Steps, Transfer
 from kvhearth.transfer.memory import Source, dtype_name, source_of
@@ -278,9 +277,7 @@ class Cache:
             TypeError: keys of another kind.
         """
         names = {_GROUP: self._names(keys)}
-        found = self.client.lookup(
-            names, lease=False, prefetch=prefetch, traceparent=self.client.tracer.current()
-        )
+        found = self.client.lookup(names, lease=False, prefetch=prefetch)
         group = found.groups[_GROUP]
         hit_blocks = found.hit_tokens // self._spec.block_tokens
         return Presence(hit_blocks, group.present, group.ready, found.eta_us / 1e6, found.reason)
@@ -451,19 +448,6 @@ class _Copies(Job[ResultT]):
         self.mark: object = None
         self.bytes = 0
         self.copy_s = 0.0
-        tracer = cache.client.tracer
-        self.span = (
-            tracer.begin(f"kvhearth.{lane.kind}", tracer.current()) if tracer.on else NO_SPAN
-        )
-
-    def count_up(self) -> None:
-        if self.span.on:
-            blocks, copy_us = len(self.keys), round(self.copy_s * 1e6)
-            self.span.end(self.reason, blocks=blocks, bytes=self.bytes, copy_us=copy_us)
-
-    def refuse(self, reason: Failure) -> Transfer[ResultT]:
-        self.span.end(reason, blocks=len(self.keys))
-        return super().refuse(reason)
 
 
 class _Store(_Copies[StoreResult]):
@@ -537,7 +521,6 @@ class _Store(_Copies[StoreResult]):
             {_GROUP: group},
             boot_id=boot_id,
             epoch=self.epoch,
-            traceparent=self.span.traceparent,
         )
         if result.reason:
             self.fail(result.reason)
@@ -608,7 +591,6 @@ class _Load(_Copies[LoadResult]):
             {_GROUP: self.keys},
             prefetch=True,
             wait_s=wait_s,
-            traceparent=self.span.traceparent,
         )
 
     def _waits(self, wait: PromotionWait, found: LookupResult) -> bool:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping
-from logging import WARNING
 
 import numpy as np
 
 from kvhearth import portions
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
-from kvhearth.counters import Counters, log_event
+from kvhearth.counters import Counters
 from kvhearth.errors import KVHearthError, NoReason, Reason, reason_or_none
 from kvhearth.fail_open import BadExtents, Caller, Returns, T, outcome_unknown, parse_arguments
 from kvhearth.model import Ids, Records
@@ -31,35 +29,12 @@ from kvhearth.results import (
 from kvhearth.session.link import EPOCH_UNKNOWN, Arena, Link
 from kvhearth.session.manager import Attached, Drain, SessionManager
 from kvhearth.shared_index import MappedLeases, find_mapped
-from kvhearth.tracing import NO_SPAN, OFF, Span, Tracer, client_tracer
 from kvhearth.transports import base
 from kvhearth.url import DaemonUrl, UnixUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire import messages as codec
 from kvhearth.wire.handshake import NAMELESS, Hello, Run
 from kvhearth.wire.messages import KeysByGroup, Query
-
-
-def _tracer() -> Tracer:
-    try:
-        return client_tracer()
-    except KVHearthError as error:
-        log_event(WARNING, "tracing.off", "this process sends no traces", error=error.message)
-        return OFF
-
-
-def _end_lookup(span: Span, found: LookupResult, answered_by: str) -> None:
-    groups = found.groups.values()
-    span.end(
-        found.reason,
-        keys=sum(len(group.present) for group in groups),
-        ready=sum(int(np.count_nonzero(group.ready)) for group in groups),
-        hit_tokens=found.hit_tokens,
-        eta_us=found.eta_us,
-        lease_short=str(found.lease_short),
-        answered_by=answered_by,
-    )
-
 
 _SHORT = frozenset(
     {
@@ -79,8 +54,6 @@ class Decisions:
         self._lookup_s = url.lookup_ms / 1000
         self._call_s = url.call_ms / 1000
         self._counters = Counters()
-        self.tracer = _tracer() if hello.scheduler else OFF
-        """Begins the spans of this client's calls, and of those who use it."""
         self._session_manager = SessionManager(url, hello, self._counters)
         self._caller = Caller(self._session_manager, self._counters, decides=hello.scheduler)
         self._returns = Returns(self._caller, contract)
@@ -104,7 +77,6 @@ class Decisions:
         lease: bool = True,
         prefetch: bool = False,
         wait_s: float = 0,
-        traceparent: str = "",
     ) -> LookupResult:
         """Look up a request's blocks and lease those that a load needs.
 
@@ -114,11 +86,8 @@ class Decisions:
             prefetch: start promoting blocks on slower tiers.
             wait_s: seconds for which the caller will wait for these; the daemon loads none from a
                 remote that would come later. 0: any time.
-            traceparent: W3C trace context of the request, or empty: the lookup's span follows it.
         """
         lease_id = self._ids.new_id() if lease else 0
-        traced = self.tracer.on or traceparent
-        span = self.tracer.begin("kvhearth.lookup", traceparent) if traced else NO_SPAN
         own = parse_arguments(codec.snapshot_keys, groups)
 
         def work() -> LookupResult:
@@ -128,16 +97,11 @@ class Decisions:
                 boot_id = self._caller.link().boot_id
                 return LookupResult(0, None, codec.absent(own or {}), boot_id=boot_id)
             if link.tables and (mapped := self._find_mapped(link, query, lease_id)) is not None:
-                if span.on:
-                    _end_lookup(span, mapped, "index")
                 return mapped
             if lease and link.tables:
                 self._leases.wait(link, query, self._lookup_s)
             request = pb.LookupRequest(
-                epoch=self._own_epoch(),
-                lease_id=lease_id,
-                prefetch=prefetch,
-                traceparent=span.traceparent,
+                epoch=self._own_epoch(), lease_id=lease_id, prefetch=prefetch
             )
             request.wait_us = max(0, round(wait_s * 1e6))
             long = query.key_count > link.welcome.keys_max
@@ -153,17 +117,13 @@ class Decisions:
             )
             return result
 
-        found = self._caller.decide(
+        return self._caller.decide(
             "lookup", work, lambda why: LookupResult(0, None, codec.absent(own or {}), 0, why)
         )
-        if span.on:
-            _end_lookup(span, found, "daemon")
-        return found
 
-    def lookup_mapped(self, groups: KeysByGroup, *, traceparent: str = "") -> LookupResult | None:
+    def lookup_mapped(self, groups: KeysByGroup) -> LookupResult | None:
         """Look up as ``lookup`` with a lease, without a call; None if only ``lookup`` can tell."""
         own = parse_arguments(codec.snapshot_keys, groups)
-        began_ns = time.time_ns() if self.tracer.on else 0
 
         def work() -> LookupResult | None:
             link = self._caller.held_link()
@@ -173,10 +133,7 @@ class Decisions:
                 return None
             return self._find_mapped(link, self._query(own), self._ids.new_id())
 
-        found = self._caller.decide("lookup_mapped", work, lambda why: None)
-        if began_ns and found is not None:
-            _end_lookup(self.tracer.begin("kvhearth.lookup", traceparent, began_ns), found, "index")
-        return found
+        return self._caller.decide("lookup_mapped", work, lambda why: None)
 
     def _find_mapped(self, link: Link, query: Query, lease_id: int) -> LookupResult | None:
         """Answer from the mapped index; the daemon hears of it later, for the lease and its use."""
@@ -195,7 +152,7 @@ class Decisions:
         """See ``MappedLeases.holds``."""
         return self._leases.holds(found)
 
-    def prefetch(self, groups: KeysByGroup, *, traceparent: str = "") -> PrefetchResult:
+    def prefetch(self, groups: KeysByGroup) -> PrefetchResult:
         """Request the promotion of blocks on slower tiers; leases nothing."""
         own = parse_arguments(codec.snapshot_keys, groups)
 
@@ -203,7 +160,7 @@ class Decisions:
             link = self._caller.link()
             whole, found, eta_us = self._query(own), [], 0
             for query in portions.queries(whole, link.welcome.keys_max):
-                request = pb.PrefetchRequest(epoch=self._own_epoch(), traceparent=traceparent)
+                request = pb.PrefetchRequest(epoch=self._own_epoch())
                 query.put_into(request.groups)
                 reply = self._caller.call(link, base.PREFETCH, request, self._lookup_s)
                 found.append(
@@ -271,7 +228,6 @@ class Decisions:
         *,
         boot_id: str,
         epoch: int | None = None,
-        traceparent: str = "",
     ) -> CommitResult:
         """Bind keys to written slots; afterwards the extents are no longer the caller's.
 
@@ -281,7 +237,6 @@ class Decisions:
                 are dropped.
             epoch: epoch of the weights that computed the blocks. None stands for the engine's
                 current epoch, which is right only if the weights cannot have changed since.
-            traceparent: W3C trace context of the store, or empty.
         """
         own = parse_arguments(codec.own_commits, groups)
 
@@ -293,7 +248,7 @@ class Decisions:
             try:
                 computed = self._own_epoch() if epoch is None else epoch
                 for part in portions.commits(commits, link.welcome.keys_max):
-                    request = pb.CommitRequest(epoch=computed, traceparent=traceparent)
+                    request = pb.CommitRequest(epoch=computed)
                     for group, item in part.items():
                         codec.put_commit(self._contract, request.groups, group, item)
                     reply = self._caller.call(link, base.COMMIT, request, self._call_s)

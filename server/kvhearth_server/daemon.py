@@ -20,7 +20,6 @@ from types import FrameType
 import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.tracing import OFF, Tracer, open_tracer, wanted
 from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
@@ -211,27 +210,9 @@ def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Eng
     counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
     engine.turns.watch(asyncio.get_running_loop())
-    engine.trace_with(_open_tracer(settings))
     if settings.shared_index:
         engine.share_index()
     return engine
-
-
-def _open_tracer(settings: Settings) -> Tracer:
-    """Return what begins spans, if the settings or the environment ask for traces.
-
-    Raises:
-        KVHearthError: ``config_invalid`` if the settings ask for them and they cannot be sent.
-    """
-    if not settings.traces_endpoint and not wanted():
-        return OFF
-    try:
-        return open_tracer("kvhearth", settings.traces_endpoint, settings.traces_sample)
-    except KVHearthError as error:
-        if settings.traces_endpoint:
-            raise
-        _log.warning("tracing.off", reason=error.message)
-        return OFF
 
 
 async def _serve(
@@ -374,7 +355,6 @@ async def _close(web: WebServer, calls: CallsServer, attach: AttachServer) -> No
 async def _end_tasks(engine: Engine, supervisor: Supervisor, background: ChecksumWorkers) -> None:
     """End what runs beside the calls, and send the last spans."""
     await supervisor.stop()
-    await asyncio.to_thread(engine.tracer.close)
     background.close()
 
 
@@ -447,7 +427,6 @@ def _limits(settings: Settings) -> Limits:
         pins_max=settings.pins_max,
         pin_ttl_max_s=settings.pin_ttl_max_s,
         namespace_quota_bytes=settings.namespace_quota,
-        eviction=settings.eviction,
         shares=settings.tenant_shares,
     )
 

@@ -90,7 +90,6 @@ def request(**over: Any) -> Any:
         "kv_transfer_params": None,
         "lora_request": None,
         "skip_reading_prefix_cache": False,
-        "trace_headers": None,
     }
     return SimpleNamespace(**{**values, **over})
 
@@ -126,10 +125,6 @@ def test_demands_of_requests(tmp_path: Path) -> None:
     )
     wrong = {HANDOVER: "160", "max_load_tokens": -1, "max_offload_tokens": 1 << 31}
     assert reader.options_of(request(kv_transfer_params=wrong)) == RequestOptions()
-    context = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    traced = request(trace_headers={"traceparent": context, "tracestate": "a=b"})
-    assert reader.options_of(traced) == RequestOptions(traceparent=context)
-    assert reader.options_of(request(trace_headers={"traceparent": "x"})) == RequestOptions()
     (tmp_path / "adapter.bin").write_bytes(b"first")
     lora = SimpleNamespace(lora_path=str(tmp_path), lora_int_id=1, load_inplace=False)
     find = reader.options_of(request(lora_request=lora)).find_key_salt

@@ -21,7 +21,6 @@ from kvhearth_server.config.value_types import (
     OptionalSize,
     Remotes,
     Seconds,
-    Shown,
     Size,
     SsdDirs,
     Tenants,
@@ -178,7 +177,6 @@ class Settings(BaseSettings):
         description="The same time on kernels that do not report a process's end (before "
         "Linux 6.5).",
     )
-    eviction: Literal["s3fifo", "sieve"] = Field("s3fifo", description="Eviction policy.")
     switch_interval_s: Seconds = Field(
         0.0005, gt=0, le=0.1, description="Python's thread switch interval in the daemon."
     )
@@ -287,20 +285,6 @@ class Settings(BaseSettings):
         le=1 << 40,
         description="Bytes per second that are verified in the background, for memory and for SSD "
         "each; 0: none.",
-    )
-    traces_endpoint: Annotated[str, Shown("URL", str)] = Field(
-        "",
-        pattern=r"^(https?://[^\s]+)?$",
-        description="URL of a collector for OpenTelemetry traces (OTLP by HTTP), such as "
-        "http://127.0.0.1:4318/v1/traces; needs kvhearth[otel]. Default: as the standard OTEL_ "
-        "variables say, else no traces.",
-    )
-    traces_sample: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="Part of the calls that are traced although no trace of the engine's comes "
-        "with them. OTEL_TRACES_SAMPLER prevails.",
     )
     grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
         "on",

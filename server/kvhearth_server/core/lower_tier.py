@@ -56,9 +56,7 @@ class PromotionRequest:
     """Blocks on a slower tier that would lengthen a hit, root first.
 
     ``parents`` are the preceding keys in the chain, empty for none; ``until``: time, in seconds,
-    from which the requester no longer waits for blocks of a shared tier; ``traceparent``: trace
-    context of the requester, or empty; ``asked_ns``: wall time of the request if it may be traced,
-    else 0.
+    from which the requester no longer waits for blocks of a shared tier.
     """
 
     namespace: Namespace
@@ -67,8 +65,6 @@ class PromotionRequest:
     keys: list[bytes]
     parents: list[bytes]
     until: float = field(default=math.inf, compare=False)
-    traceparent: str = field(default="", compare=False)
-    asked_ns: int = field(default=0, compare=False)
 
     def split(self, count: int) -> tuple[PromotionRequest, PromotionRequest | None]:
         """Split off the first ``count`` blocks; the second part is None if there are no more."""

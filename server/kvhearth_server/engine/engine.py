@@ -24,7 +24,6 @@ from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, KEY_BYTES_MAX, Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
 from kvhearth.model import EXTENT_BYTES, I64, U32
-from kvhearth.tracing import OFF, Tracer
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello, SegmentInfo, Welcome
 from kvhearth_server.core.actions import (
@@ -109,8 +108,6 @@ class Engine:
     """Index that clients map; see ``share_index``."""
     adopted_blocks = 0
     """Blocks that were taken over from an earlier run."""
-    tracer: Tracer = OFF
-    """Begins spans; set by ``trace_with``."""
     describe_gateway: Callable[[], str] | None = None
     """Returns the state of this daemon's gateway, if it has one."""
 
@@ -253,12 +250,6 @@ class Engine:
         for name, rise in self.reported.note(number, namespace.tenant, counters).items():
             if name.startswith(FALLBACK):
                 traffic.fallbacks += rise
-
-    def trace_with(self, tracer: Tracer) -> None:
-        """Begin spans of calls and promotions from now on."""
-        self.tracer = tracer
-        if self.tiering is not None:
-            self.tiering.trace_with(tracer)
 
     def drain(self) -> None:
         """Refuse new stores and sessions from now on."""

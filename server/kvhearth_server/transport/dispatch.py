@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import math
 import re
 import time
@@ -20,7 +19,6 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
 from kvhearth.model import I64, Tier
 from kvhearth.proto.v1 import cache_pb2, types_pb2
-from kvhearth.tracing import NO_SPAN, Span
 from kvhearth.wire.frames import METHODS
 from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
 from kvhearth_server.core.groups import Group, SlotGrant
@@ -30,7 +28,6 @@ from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.reservations import Commit, Reserved
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.namespace_series import NAMESPACE_DIGITS
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.messages import (
@@ -183,28 +180,7 @@ class Dispatcher:
             raise KVHearthError(Reason.NOT_SCHEDULER, "only the group's scheduler takes decisions")
         namespace = self._engine.core.state.namespaces.get(group.namespace)
         caller = CallContext(session.number, namespace.contract, namespace, session.keys_max, group)
-        if self._engine.tracer.on and name in _SPANS:
-            return self._traced(name, request, caller)
         return self._work[name](request, caller)
-
-    def _traced(self, name: str, request: Any, caller: CallContext) -> Any:
-        """Answer like ``decide_deferred``, with a span if the call is traced."""
-        # What a client tells afterwards, it has traced itself.
-        told_later = bool(getattr(request, "age_us", 0))
-        span = (
-            NO_SPAN if told_later else self._engine.tracer.begin(_SPANS[name], request.traceparent)
-        )
-        if not span.on:
-            return self._work[name](request, caller)
-        try:
-            reply = self._work[name](request, caller)
-        except KVHearthError as error:
-            span.end(error.reason, **_facts(caller, request, None))
-            raise
-        if inspect.isawaitable(reply):
-            return _end_later(reply, span, caller, request)
-        span.end(**_facts(caller, request, reply))
-        return reply
 
     def _heartbeat(
         self, request: cache_pb2.HeartbeatRequest, caller: CallContext
@@ -254,7 +230,7 @@ class Dispatcher:
         if found.promotion_queue or found.asking:
             until = math.inf if not request.wait_us else engine.now() + request.wait_us / 1e6
             reply.eta_us = self._request_promotion(
-                self._marked(found.promotion_queue, request, until),
+                [replace(each, until=until) for each in found.promotion_queue],
                 caller,
                 request.lease_id,
                 go=request.prefetch,
@@ -274,14 +250,6 @@ class Dispatcher:
         for group in request.groups:
             place = caller.namespace, request.epoch, group.group
             ratios.used(*place, group.keys, lookup=lookup, age_us=age_us)
-
-    def _marked(
-        self, queue: list[PromotionRequest], request: Any, until: float = math.inf
-    ) -> list[PromotionRequest]:
-        """Return requests for promotion with what is known of who asks."""
-        asked_ns = time.time_ns() if self._engine.tracer.on else 0
-        trace = request.traceparent
-        return [replace(each, until=until, traceparent=trace, asked_ns=asked_ns) for each in queue]
 
     def _request_promotion(
         self,
@@ -479,7 +447,7 @@ class Dispatcher:
             caller.session, request.epoch, items
         )
         eta_us = self._request_promotion(
-            self._marked(promotion_queue, request), caller, 0, go=True, found=found, asking=asking
+            promotion_queue, caller, 0, go=True, found=found, asking=asking
         )
         return self._prefetched(request, found, eta_us)
 
@@ -493,7 +461,7 @@ class Dispatcher:
         eta_us = self._request_promotion(
             promotion_queue, caller, 0, go=False, found=found, asking=asking
         )
-        for asked in self._marked(promotion_queue, request):
+        for asked in promotion_queue:
             rest: PromotionRequest | None = asked
             while rest is not None:
                 await self._next_turn(caller)
@@ -570,50 +538,6 @@ class Dispatcher:
         if drives:
             await self._engine.ssd_catalogue.confirm()
         return reply
-
-
-_SPANS = {
-    "Lookup": "kvhearth.daemon.lookup",
-    "Commit": "kvhearth.daemon.store",
-    "Prefetch": "kvhearth.daemon.prefetch",
-}
-
-
-def _facts(caller: CallContext, request: Any, reply: Any) -> dict[str, str | int]:
-    """Return the attributes of a call's span; ``reply`` is None for a refused call."""
-    contract, namespace = caller.contract, caller.namespace
-    facts: dict[str, str | int] = {
-        "namespace": namespace.digest.hex()[:NAMESPACE_DIGITS],
-        "tenant": namespace.tenant,
-        "model": namespace.model,
-        "keys": sum(len(group.keys) for group in request.groups) // contract.hash_bytes,
-    }
-    if isinstance(reply, Ready):
-        reply = reply.message
-    if isinstance(reply, cache_pb2.LookupResponse | cache_pb2.PrefetchResponse):
-        tiers = b"".join(group.tiers for group in reply.groups)
-        for tier in Tier:
-            facts[f"keys_{tier.name.lower()}"] = tiers.count(tier)
-        facts["eta_us"] = reply.eta_us
-    if isinstance(reply, cache_pb2.LookupResponse):
-        facts["hit_tokens"] = reply.hit_tokens
-        facts["lease_short"] = reply.lease_short
-    if isinstance(reply, cache_pb2.CommitResponse):
-        facts["stored"] = sum(byte.bit_count() for group in reply.stored for byte in group.bits)
-    return facts
-
-
-async def _end_later(reply: Awaitable[Any], span: Span, caller: CallContext, request: Any) -> Any:
-    """Return what ``reply`` becomes, and end the span of its call."""
-    try:
-        done = await reply
-        span.end(**_facts(caller, request, done))
-    except KVHearthError as error:
-        span.end(error.reason, **_facts(caller, request, None))
-        raise
-    finally:
-        span.end("cancelled")  # unless it has ended
-    return done
 
 
 def _handler_name(method: str) -> str:

@@ -157,7 +157,6 @@ class RequestOptions:
         find_key_salt: finds the digest of what its hashes do not cover, such as an adapter's
             weights; None if they cover all. Runs on a thread of its own and may read files. It
             returns None if there is no digest: then nothing is loaded or stored.
-        traceparent: W3C trace context of the request, or empty.
     """
 
     skips: bool = False
@@ -165,7 +164,6 @@ class RequestOptions:
     load_tokens_max: int = UNBOUNDED_TOKENS
     store_tokens_max: int = UNBOUNDED_TOKENS
     find_key_salt: Callable[[], bytes | None] | None = None
-    traceparent: str = ""
 
 
 @dataclass(frozen=True)

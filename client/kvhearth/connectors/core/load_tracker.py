@@ -22,7 +22,6 @@ from kvhearth.connectors.core.store_tracker import Progress
 from kvhearth.contract import GroupKind
 from kvhearth.model import Records
 from kvhearth.results import LookupResult
-from kvhearth.tracing import NO_SPAN, Span
 
 
 @dataclass(eq=False)
@@ -82,18 +81,7 @@ class _Load:
     found: LookupResult
     tokens: int
     begun_at: float
-    span: Span
     outcomes: list[RankLoaded] = field(default_factory=list)
-
-
-def _end_span(load: _Load, *, failed: bool) -> None:
-    load.span.end(
-        next((one.reason for one in load.outcomes if one.reason), "failed" if failed else ""),
-        tokens=load.tokens,
-        bytes=sum(one.bytes for one in load.outcomes),
-        from_memory_tokens=load.state.sources[0],
-        promoted_tokens=load.state.sources[1],
-    )
 
 
 class Loads:
@@ -139,11 +127,7 @@ class Loads:
             self.lose(request_id)
             return
         lookup.cancelled = True  # this load owns its lease now
-        tracer = self._client.tracer
-        span = NO_SPAN
-        if tracer.on:
-            span = tracer.begin("kvhearth.load", state.options.traceparent)
-        self._under_way[request_id] = _Load(state, found, tokens, time.monotonic(), span)
+        self._under_way[request_id] = _Load(state, found, tokens, time.monotonic())
         start = state.offer[0]
         moves = self._moves(found, table, start, start + tokens)
         if moves is None:
@@ -206,8 +190,6 @@ class Loads:
         load.state.loading = False
         seconds = time.monotonic() - load.begun_at
         bad: dict[int, Records] = {}
-        if load.span.on:
-            _end_span(load, failed=failed)
         for outcome in load.outcomes:
             self._counters.add("load_bytes", outcome.bytes)
             for group, extents in outcome.bad.items():
@@ -226,5 +208,4 @@ class Loads:
         """
         for load in self._under_way.values():
             self._client.release(load.found.lease)
-            load.span.end("closed")
         self._under_way.clear()

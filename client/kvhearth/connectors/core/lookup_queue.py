@@ -45,7 +45,6 @@ class Lookup:
         promotion_s: seconds from then to the answer after which asking again was no longer
             worthwhile.
         taken: True once the answer is in use; no later one replaces it.
-        traceparent: trace context of the request, or empty.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Lookup:
         find_key_salt: KeySalt | None,
         *,
         prefetch: bool = False,
-        traceparent: str = "",
     ) -> None:
         self.asked_at = time.monotonic()
         self.answered_at = 0.0
@@ -64,7 +62,6 @@ class Lookup:
         self.hashes = hashes
         self.find_key_salt = find_key_salt
         self.prefetch = prefetch
-        self.traceparent = traceparent
         self.pauses: PromotionWait | None = None
         self.promotions = False
         self.promotion_at = 0.0
@@ -145,7 +142,6 @@ class LookupQueue:
         find_key_salt: KeySalt | None = None,
         *,
         prefetch: bool = False,
-        traceparent: str = "",
     ) -> Lookup | None:
         """Answer a lookup from the mapped index, or queue it; None if too many wait.
 
@@ -154,13 +150,12 @@ class LookupQueue:
             find_key_salt: finds the digest to mix into keys; runs on the queue's thread and may
                 read files.
             prefetch: promote blocks from SSD, and ask again when they may be ready.
-            traceparent: trace context of the request, or empty.
         """
-        lookup = Lookup(hashes, find_key_salt, prefetch=prefetch, traceparent=traceparent)
+        lookup = Lookup(hashes, find_key_salt, prefetch=prefetch)
         if find_key_salt is None and self._client.index_mapped:
             session_id = self._client.session_id
             keys = self._groups.keys(hashes, b"")
-            result = self._client.lookup_mapped(keys, traceparent=traceparent)
+            result = self._client.lookup_mapped(keys)
             if result is not None:
                 lookup.resolve(result, session_id)
                 return lookup
@@ -262,7 +257,6 @@ class LookupQueue:
             lease=True,
             prefetch=prefetch,
             wait_s=self._wait_s(lookup),
-            traceparent=lookup.traceparent,
         )
         with self._lock:
             unwanted = lookup.cancelled or lookup.taken

@@ -306,7 +306,6 @@ class Requests:
             return state
         options = self._options_of(request)
         progress = Progress(request.block_hashes, [0] * self._groups.count)
-        progress.traceparent = options.traceparent
         if options.find_key_salt is not None:
             progress.key_salt = None
         progress.tokens_max = options.store_tokens_max
@@ -333,9 +332,7 @@ class Requests:
         hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
         prefetch = self._consumes(state) and self._policy.prefetches(tokens)
         options = state.options
-        state.lookup = self._lookups.ask(
-            hashes, options.find_key_salt, prefetch=prefetch, traceparent=options.traceparent
-        )
+        state.lookup = self._lookups.ask(hashes, options.find_key_salt, prefetch=prefetch)
         state.declined = state.lookup is None
         if state.lookup is not None:
             self._asking.add(state.request.request_id)

@@ -20,7 +20,6 @@ from kvhearth.connectors.core.step_metadata import Move, RankStored, StoreJob, W
 from kvhearth.contract import GroupKind
 from kvhearth.model import CHECKSUM_BYTES, U8, Bools
 from kvhearth.results import CommitGroup
-from kvhearth.tracing import Span
 from kvhearth.transfer.slot_pool import ReservationPool, Slots
 from kvhearth.worker_thread import SupervisedThread
 
@@ -155,7 +154,6 @@ class OpenStore:
     session_id: str
     ranks_left: int
     begun_at: float
-    span: Span
     parts: dict[int, StorePart] = field(default_factory=dict)
     void: bool = False
 
@@ -235,17 +233,13 @@ class Committer:
             if good.any():
                 commits[group] = part.commit_of(good, sums)
         if commits:
-            result = self._client.commit(
-                commits, boot_id=boot_id, epoch=store.epoch, traceparent=store.span.traceparent
-            )
+            result = self._client.commit(commits, boot_id=boot_id, epoch=store.epoch)
             asked = sum(len(item.keys) for item in commits.values())
             stored = sum(int(np.count_nonzero(flags)) for flags in result.stored.values())
             self._counters.add("store_failed" if result.reason else "store_blocks", asked)
             if not result.reason:
                 self._counters.add("store_duplicates", asked - stored)
             self._slot_pool.nudge()
-            if store.span.on:
-                store.span.end(result.reason, blocks=asked, stored=stored)
         self._forget(store)
 
     def _give_up(self, store: OpenStore) -> None:
@@ -255,7 +249,6 @@ class Committer:
         self._forget(store)
 
     def _forget(self, store: OpenStore) -> None:
-        store.span.end("failed")
         for group, part in store.parts.items():
             self.under_way[group].difference_update(part.keys)
 
@@ -277,7 +270,6 @@ class Progress:
         due_tokens: token count before which no further block becomes full.
         present: by group, blocks that the daemon had when it was asked.
         tokens_max: bound on stored tokens.
-        traceparent: trace context of the request, or empty.
     """
 
     hashes: Sequence[bytes]
@@ -286,7 +278,6 @@ class Progress:
     due_tokens: int = 0
     present: dict[int, Bools] = field(default_factory=dict)
     tokens_max: int = UNBOUNDED_TOKENS
-    traceparent: str = ""
 
 
 class _Run(NamedTuple):
@@ -472,9 +463,7 @@ class Stores:
     def _enter_runs(self, group: int, runs: list[_Run], slots: Slots) -> None:
         """Add runs to the planned store, as far as there are slots for them."""
         left = len(slots)
-        contexts = (run.progress.traceparent for run in runs if run.progress.traceparent)
-        traceparent = next(contexts, "")
-        store = self._store_for(slots, traceparent) if left else None
+        store = self._store_for(slots) if left else None
         part = StorePart() if store is None else store.parts.setdefault(group, StorePart())
         before = len(part.pages)
         for run in runs:
@@ -492,7 +481,7 @@ class Stores:
             part.granted.append(slots)
             self._block_refs.hold(store.number, part.pages[before:])
 
-    def _store_for(self, slots: Slots, traceparent: str) -> OpenStore:
+    def _store_for(self, slots: Slots) -> OpenStore:
         """Return the planned store if more slots fit into it; otherwise plan another one."""
         store, epoch = self._planned, self._client.epoch
         if store is not None:
@@ -503,9 +492,7 @@ class Stores:
             self._complete()
         self._number += 1
         ranks = self._geometry.ranks
-        # A store of several requests is in the trace of the first of them that has one.
-        span = self._client.tracer.begin("kvhearth.store", traceparent)
-        store = OpenStore(self._number, epoch, slots.session_id, ranks, time.monotonic(), span)
+        store = OpenStore(self._number, epoch, slots.session_id, ranks, time.monotonic())
         self._planned = store
         return store
 

@@ -31,7 +31,6 @@ from kvhearth.copiers import kernels
 from kvhearth.counters import Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
-from kvhearth.tracing import TRACEPARENT, parsed
 from kvhearth.wire.handshake import Run
 
 
@@ -221,7 +220,6 @@ class RequestReader:
             load_tokens_max=self._tokens(params, "max_load_tokens", UNBOUNDED_TOKENS),
             store_tokens_max=self._tokens(params, "max_offload_tokens", UNBOUNDED_TOKENS),
             find_key_salt=None if lora is None else lambda: self._adapters.digest(lora),
-            traceparent=_traceparent(request.trace_headers),
         )
 
     def _tokens(self, params: Mapping[str, Any], name: str, absent: int) -> int:
@@ -238,12 +236,6 @@ class RequestReader:
                 type=type(value).__name__,
             )
         return absent
-
-
-def _traceparent(headers: Any) -> str:
-    """Return the trace context in a request's headers, which vLLM has if it traces; or empty."""
-    given = headers.get(TRACEPARENT) if headers else None
-    return given if isinstance(given, str) and parsed(given) else ""
 
 
 class BlockIds(Sequence[int]):

@@ -87,7 +87,6 @@ class LookupRequest(google.protobuf.message.Message):
     PREFETCH_FIELD_NUMBER: builtins.int
     WAIT_US_FIELD_NUMBER: builtins.int
     AGE_US_FIELD_NUMBER: builtins.int
-    TRACEPARENT_FIELD_NUMBER: builtins.int
     PORTION_FIELD_NUMBER: builtins.int
     JOINS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
@@ -101,8 +100,6 @@ class LookupRequest(google.protobuf.message.Message):
     """
     age_us: builtins.int
     """Microseconds since the engine asked, of a lookup that the client answered itself from the shared index; else 0."""
-    traceparent: builtins.str
-    """W3C trace context of the caller's span, or empty: the daemon's span follows it."""
     portion: builtins.bool
     """These are some of a request's keys, of one group. The others travel in lookups of their own."""
     joins: builtins.bool
@@ -118,11 +115,10 @@ class LookupRequest(google.protobuf.message.Message):
         prefetch: builtins.bool = ...,
         wait_us: builtins.int = ...,
         age_us: builtins.int = ...,
-        traceparent: builtins.str = ...,
         portion: builtins.bool = ...,
         joins: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "joins", b"joins", "lease_id", b"lease_id", "portion", b"portion", "prefetch", b"prefetch", "traceparent", b"traceparent", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "joins", b"joins", "lease_id", b"lease_id", "portion", b"portion", "prefetch", b"prefetch", "wait_us", b"wait_us"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -293,10 +289,7 @@ class CommitRequest(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
-    TRACEPARENT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    traceparent: builtins.str
-    """As in LookupRequest."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupCommit]: ...
     def __init__(
@@ -304,9 +297,8 @@ class CommitRequest(google.protobuf.message.Message):
         *,
         epoch: builtins.int = ...,
         groups: collections.abc.Iterable[global___GroupCommit] | None = ...,
-        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups"]) -> None: ...
 
 global___CommitRequest = CommitRequest
 
@@ -431,10 +423,7 @@ class PrefetchRequest(google.protobuf.message.Message):
 
     GROUPS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
-    TRACEPARENT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    traceparent: builtins.str
-    """As in LookupRequest."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -442,9 +431,8 @@ class PrefetchRequest(google.protobuf.message.Message):
         *,
         groups: collections.abc.Iterable[kvhearth.proto.v1.types_pb2.GroupKeys] | None = ...,
         epoch: builtins.int = ...,
-        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups"]) -> None: ...
 
 global___PrefetchRequest = PrefetchRequest
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvhearth.keys import PackedKeys
 from kvhearth.model import I64, Bools
-from kvhearth.tracing import Tracer
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lookup import hit_blocks
 from kvhearth_server.core.lower_tier import Below, PromotionRequest
@@ -266,10 +265,6 @@ class Tiering:
         return len(found.keys)
 
     # -- up ----------------------------------------------------------------------------------------
-
-    def trace_with(self, tracer: Tracer) -> None:
-        """Begin spans of promotions from now on."""
-        self._promoter.tracer = tracer
 
     def promote(
         self, promotion_queue: Iterable[PromotionRequest], group: int = 0, lease_id: int = 0

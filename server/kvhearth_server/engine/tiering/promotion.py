@@ -12,12 +12,10 @@ import numpy as np
 
 from kvhearth.failpoints import hit
 from kvhearth.model import I64, Records
-from kvhearth.tracing import NO_SPAN, OFF, Span
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.promotion import VERIFIER, Promotion, Requester
-from kvhearth_server.engine.namespace_series import NAMESPACE_DIGITS
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.timings import SECONDS_BOUNDS, Histogram
@@ -117,23 +115,6 @@ def some(request: PromotionRequest, rows: I64) -> PromotionRequest:
     return replace(request, keys=keys, parents=parents)
 
 
-def _facts(load: _Load, completion: Completion) -> dict[str, str | int | float]:
-    """Return the attributes of a promotion's span."""
-    request = load.promotion.request
-    facts: dict[str, str | int | float] = {
-        "namespace": request.namespace.digest.hex()[:NAMESPACE_DIGITS],
-        "tenant": request.namespace.tenant,
-        "blocks": len(request.keys),
-        "load_s": time.monotonic() - load.began_at,
-        "promoted": len(completion.rows(Done)),
-    }
-    for outcome, rows in completion.parts:
-        if not isinstance(outcome, Done):
-            word = getattr(outcome, "reason", "")
-            facts[f"{type(outcome).__name__.lower()}_{word}".rstrip("_")] = len(rows)
-    return facts
-
-
 def _names(request: PromotionRequest) -> list[tuple[int, int, bytes]]:
     number, kv_group = request.namespace.number, request.kv_group
     return [(number, kv_group, key) for key in request.keys]
@@ -155,7 +136,6 @@ class _Load:
     checksums: Records
     keep: bool
     ended: Ended | None
-    span: Span
     began_at: float = field(default_factory=time.monotonic)
 
 
@@ -176,7 +156,6 @@ class Promoter:
         self._names = names
         self._call = call
         self._loads: dict[int, _Load] = {}
-        self.tracer = OFF
         self.seconds = Histogram(SECONDS_BOUNDS)
         """Times from a load's begin to its end, verified blocks included."""
         self._requested = PromotionQueue()
@@ -306,11 +285,7 @@ class Promoter:
             none = np.zeros(len(keys), np.bool_)
             self._call(self._core.promotions.finish, promotion, none, facts.checksums)
             return False
-        span = NO_SPAN
-        if self.tracer.on and keep:
-            asked_ns = request.asked_ns or None
-            span = self.tracer.begin("kvhearth.daemon.promotion", request.traceparent, asked_ns)
-        self._loads[ticket] = _Load(promotion, facts.checksums, keep, ended, span)
+        self._loads[ticket] = _Load(promotion, facts.checksums, keep, ended)
         return True
 
     def verify(self, request: PromotionRequest, ended: Ended) -> bool:
@@ -354,8 +329,6 @@ class Promoter:
                     state.count("promotion_failed", len(rows), "missing")
                 case Failed() | Throttled():
                     state.count("promotion_failed", len(rows), outcome.reason)
-        if load.span.on and completion.final:
-            load.span.end(**_facts(load, completion))
         hit("promote.loaded")
         self._call(self._core.promotions.finish, load.promotion, good, load.checksums)
         if completion.facts is not None:
