@@ -115,7 +115,6 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
     "an odd slot": ({"slot_bytes_min": 5000}, "slot_bytes_min"),
     "an odd slab": ({"slab_bytes": "3MiB"}, "slab_bytes"),
     "unknown pages": ({"hugepages": "maybe"}, "--hugepages"),
-    "unknown policy": ({"eviction": "random"}, "--eviction"),
     "a tenant without memory": ({"tenants": "a=0"}, "--tenants"),
     "tenants of more than all": ({"tenants": "a=0:8MiB b=1:16MiB"}, "tenants: 24MiB"),
     "a user of two tenants": ({"tenants": "a=0:4MiB b=0:4MiB"}, "tenants: a user id is there"),
