@@ -127,7 +127,7 @@ def test_evict_from_nowhere(daemon: Daemon, tier: Any) -> None:
 
 def test_explain_of_a_broken_contract(daemon: Daemon) -> None:
     kind = json.loads(raw_contract().to_json())
-    kind["groups"][0]["kind"] = "\U0001f525" * 4_000
+    kind["groups"][0]["kind"] = "\U0001f525" * 10_000
     for text in ("{}", json.dumps(kind)):
         with refused(daemon, Reason.BAD_CONTRACT) as caught:
             daemon.operator().explain_contract("", text)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import stat
 import subprocess
@@ -77,7 +78,7 @@ def test_the_call_that_ends_grpc_ends_nothing(daemon: Daemon) -> None:
     with engine_of(daemon.url(), contract_of(PAGE_BYTES), "beside it") as engine:
         sockets = [str(daemon.socket_dir / name) for name in OPEN_TO_ALL]
         for address in (*sockets, address_of(daemon)):
-            for data in (BAD_CALL, os.urandom(95), bytes(95), b"\xff" * 95):
+            for data in (BAD_CALL, random.Random(95).randbytes(95), bytes(95), b"\xff" * 95):
                 send(address, data)
             goes_on(engine)
         with RawSession(daemon) as session:
@@ -224,7 +225,7 @@ def test_a_session_has_its_fair_part_of_calls(poor: Daemon) -> None:
     [
         b"Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n\r\n",
         b"Host: elsewhere\r\n\r\n",
-        b"Host: localhost\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000),
+        b"Host: localhost\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000),
         b"Host: localhost\r\nContent-Length: x\r\n\r\n",
     ],
     ids=["no chunk", "another host", "too long", "no length"],

@@ -149,6 +149,14 @@ def test_keys_that_count_upwards_are_sampled_evenly() -> None:
     assert 0.7 < len(times) / (times.rate * 100_000) < 1.3
 
 
+def test_a_use_of_no_key_is_none() -> None:
+    times, one = ReuseTimes(), Kind(1, "a", BLOCK, 32)
+    times.add([(0.0, one, b"")], 0.0, lambda: 1 << 60)
+    assert (len(times), times.rows) == (0, {})
+    times.add([(0.0, one, b""), (0.0, one, _key("b", 0))], 0.0, lambda: 1 << 60)
+    assert (len(times), times.rows["a"][0]) == (1, 1)
+
+
 def test_a_large_batch_is_sampled_less() -> None:
     times, keys = ReuseTimes(), [_key("a", at) for at in range(20_000)]
     feed(times, [(True, keys)])

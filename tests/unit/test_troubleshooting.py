@@ -9,7 +9,7 @@ from kvhearth.errors import ClientReason, Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/troubleshooting.md"
-ENDS = {"grpc.door_open", "ssd.degradation_over", "remote.degradation_over"}
+ENDS = {"ssd.degradation_over", "remote.degradation_over"}
 """Ends of what a warning began: good news in the same row of the log's table."""
 WORD = re.compile(r"`([a-z_.]+)`")
 

@@ -64,7 +64,7 @@ class ReuseTimes:
         """Count uses, the oldest first; forget keys that ``limit_bytes()`` would not have kept."""
         if now - self._faded_at > _FADE_S:
             self._fade(now)
-        for width in {kind.key_bytes for _, kind, _ in uses}:
+        for width in {kind.key_bytes for _, kind, keys in uses if keys}:
             self._count([use for use in uses if use[1].key_bytes == width], width)
         if len(self._last) > TRACKED_MAX:
             oldest = self._clock - float(np.interp(limit_bytes(), self._capacities(), _EDGES))

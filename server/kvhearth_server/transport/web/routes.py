@@ -21,6 +21,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvhearth.contract import CONTRACT_JSON_BYTES_MAX
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.value_types import is_loopback
@@ -38,7 +39,7 @@ from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, proble
 from kvhearth_server.transport.web.server import LOCAL
 
 _JSON = {"content-type": "application/json"}
-BODY_BYTES_MAX = 64 << 10
+BODY_BYTES_MAX = 2 * CONTRACT_JSON_BYTES_MAX
 BODY_S = 10.0
 
 
@@ -286,7 +287,7 @@ class EvictRequest(BaseModel, extra="forbid"):
 
 
 class ExplainRequest(BaseModel, extra="forbid"):
-    """A contract, as kvhearth sessions and the handshake have it."""
+    """A contract, as ``/v1/namespaces`` has it."""
 
     contract: dict[str, Any]
     tenant: str = Field("", description="Default: the first one.")
