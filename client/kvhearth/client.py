@@ -36,12 +36,7 @@ from kvhearth.wire import messages as codec
 from kvhearth.wire.handshake import NAMELESS, Hello, Run
 from kvhearth.wire.messages import KeysByGroup, Query
 
-_SHORT = frozenset(
-    {
-        *(Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.SHARE_EXCEEDED),
-        Reason.STOCK_CAP,
-    }
-)
+_SHORT = frozenset({Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.STOCK_CAP})
 """Bounds that leave nothing to reserve: the answer of a full cache, not a failure."""
 
 

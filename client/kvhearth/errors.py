@@ -98,7 +98,6 @@ class Reason(enum.StrEnum):
     TOO_MANY_NAMESPACES = "too_many_namespaces"
     TOO_MANY_LEASES = "too_many_leases"
     TOO_MANY_PINS = "too_many_pins"
-    SHARE_EXCEEDED = "share_exceeded"
     # the service
     DRAINING = "draining"
     DAEMON_AWAY = "daemon_away"
@@ -178,7 +177,6 @@ STATUS: Mapping[Reason, Status] = {
     Reason.TOO_MANY_NAMESPACES: _EXHAUSTED,
     Reason.TOO_MANY_LEASES: _EXHAUSTED,
     Reason.TOO_MANY_PINS: _EXHAUSTED,
-    Reason.SHARE_EXCEEDED: _EXHAUSTED,
     Reason.DRAINING: _AWAY,
     Reason.DAEMON_AWAY: _AWAY,
     Reason.DEADLINE: Status(Code.DEADLINE_EXCEEDED, 504),

@@ -209,7 +209,6 @@ class Reloader:
 def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Engine:
     counters = Counters(COUNTERS)
     engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
-    engine.turns.watch(asyncio.get_running_loop())
     if settings.shared_index:
         engine.share_index()
     return engine
@@ -378,7 +377,7 @@ def _spawn(
         Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:
         degraded = DegradedLog(engine.tiering.tier.problems)
-        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded, engine.turns))
+        supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))
     if engine.durable:
         supervisor.spawn("catalogue", engine.catalogue.run)
 
@@ -427,7 +426,6 @@ def _limits(settings: Settings) -> Limits:
         pins_max=settings.pins_max,
         pin_ttl_max_s=settings.pin_ttl_max_s,
         namespace_quota_bytes=settings.namespace_quota,
-        shares=settings.tenant_shares,
     )
 
 

@@ -258,6 +258,7 @@ def tier_settings(settings: Settings) -> SsdSettings:
         sum_threads=settings.sum_threads,
         prewrite=settings.ssd_prewrite,
         bytes_per_day=settings.ssd_bytes_per_day,
+        quotas=settings.ssd_quotas(),
         keyring=keyring(settings),
     )
 

@@ -40,7 +40,9 @@ SLAB_BYTES = 32 * 1024
 KEYS = 12
 """A small universe of keys, the same in all namespaces, so that they collide."""
 HELD_FRACTION, STOCK_FRACTION = 0.6, 0.4
-NAMESPACES = 3
+SESSIONS = 4
+NAMESPACES = 2
+"""Bounds of one tenant."""
 
 CONTRACTS = [
     contract(full(block_tokens=2)),
@@ -140,6 +142,8 @@ class MachineBase(RuleBasedStateMachine):
         self.started = False
         self.quiet_steps = 0
         """Steps since the daemon came up."""
+        self.before: dict[int, tuple[int, int]] = {}
+        """Bytes held in each segment before the last step, and its capacity."""
         self.portions: tuple[Core, Iterator[None]] | None = None
 
     @initialize(
@@ -156,8 +160,8 @@ class MachineBase(RuleBasedStateMachine):
             held_fraction_max=HELD_FRACTION,
             stock_fraction_max=STOCK_FRACTION,
             keys_max=24,
-            sessions_max=6,
-            namespaces_max=NAMESPACES,
+            sessions_max=SESSIONS * tenants,
+            namespaces_max=NAMESPACES * tenants,
             leases_max=3,
             pins_max=2,
             pin_ttl_max_s=100.0,
@@ -260,10 +264,12 @@ class MachineBase(RuleBasedStateMachine):
                 made, tenant, engine_id=engine_id, rank=rank, scheduler=rank == 0, **previous
             )
         except KVHearthError as error:
+            groups = [group for group in self.state.groups if group.tenant == tenant]
+            attached = sum(len(group.attached) for group in groups)
+            spaces = sum(space.tenant == tenant for space in self.state.namespaces)
             at_bound = {
-                Reason.TOO_MANY_SESSIONS: self.state.groups.sessions >= self.limits.sessions_max,
-                Reason.TOO_MANY_NAMESPACES: len(self.state.namespaces) >= NAMESPACES,
-                Reason.SHARE_EXCEEDED: self._others_floors_bind(tenant),
+                Reason.TOO_MANY_SESSIONS: attached >= SESSIONS,
+                Reason.TOO_MANY_NAMESPACES: spaces >= NAMESPACES,
             }
             if not at_bound.get(error.reason):
                 raise
@@ -275,19 +281,6 @@ class MachineBase(RuleBasedStateMachine):
         self.clients.append(
             Client(session.number, session, engine, session.group, made, rank, rank == 0, boot_id)
         )
-
-    def _others_floors_bind(self, tenant: str) -> bool:
-        """Whether other tenants' unused floors leave the tenant no session or no namespace."""
-        if len(self.tenants) < 2:
-            return False
-        spaces = [space.tenant for space in self.state.namespaces]
-        attached = [group.tenant for group in self.state.groups for _ in group.attached]
-        for most, used in ((self.limits.sessions_max, attached), (NAMESPACES, spaces)):
-            floor = most // (2 * len(self.tenants))
-            kept = sum(max(0, floor - used.count(t)) for t in self.tenants if t != tenant)
-            if len(used) < most <= len(used) + kept:
-                return True
-        return False
 
     def _goes_quiet(self, client: Client) -> None:
         """Record that the process no longer writes and maps nothing."""
@@ -445,8 +438,12 @@ class MachineBase(RuleBasedStateMachine):
             same = self.state.table.generation[one.slot] == one.generation
             if one.boot == self.shell.boots and same:
                 assert self.memory.holds(one.place, one.token), "a reader would read wrong bytes"
-        for books in self.state.ledger.segments:
-            assert books.bound <= HELD_FRACTION * books.capacity
+        for segment, books in enumerate(self.state.ledger.segments):
+            # What was held when memory ended stays; no more may be held meanwhile.
+            bound, capacity = self.before.get(segment, (0, 0))
+            most = HELD_FRACTION * max(books.capacity, capacity)
+            assert books.bound <= max(most, bound)
+            self.before[segment] = books.bound, books.capacity
         for space in self.state.namespaces:
             assert space.quota_bytes is None or space.used_bytes <= space.quota_bytes
 

@@ -27,10 +27,7 @@ CONTRACTS = [
     contract(full(4000, shards=3), window(32, 9000)),
     contract(full(8192), mamba(20000)),
 ]
-SHORT = {
-    *(Reason.NO_SPACE, Reason.HELD_CAP, Reason.STOCK_CAP, Reason.QUOTA_EXCEEDED),
-    Reason.SHARE_EXCEEDED,
-}
+SHORT = {Reason.NO_SPACE, Reason.HELD_CAP, Reason.STOCK_CAP, Reason.QUOTA_EXCEEDED}
 OUTCOMES: list[Outcome] = [
     Throttled("full", 0.02),
     Throttled("queue"),

@@ -166,13 +166,11 @@ class WritingRules(MachineBase):
         assert again is None
         if reason is Reason.STOCK_CAP:
             held = group.stock_bytes + group.quarantined_bytes
-            assert held + block > STOCK_FRACTION * books.capacity
-        elif reason is Reason.SHARE_EXCEEDED:
-            others = [g for g in self.state.groups if g.segment == group.segment and g is not group]
-            assert any(each.stock_bytes for each in others), "a lone engine has no share"
-            held = group.stock_bytes + group.quarantined_bytes
-            free = int(HELD_FRACTION * books.capacity) - books.reserved - books.quarantined
-            assert held + block > free - block
+            if held + block <= STOCK_FRACTION * books.capacity:
+                here = [g for g in self.state.groups if g.segment == group.segment]
+                assert any(g.stock_bytes for g in here if g is not group), "it is alone"
+                free = int(HELD_FRACTION * books.capacity) - books.reserved - books.quarantined
+                assert held + block > free - block
         elif reason is Reason.HELD_CAP:
             assert books.bound + block > HELD_FRACTION * books.capacity
         elif reason is Reason.QUOTA_EXCEEDED:
@@ -201,7 +199,7 @@ class WritingRules(MachineBase):
             slab = block.slots[0] // self.geometry.stride
             assert slab not in inside or table.slab_slot_bytes[slab] != size, block
         for slab in inside:
-            if table.slab_slot_bytes[slab] != size:
+            if table.slab_slot_bytes[slab] not in (0, size):  # 0: its memory is withheld
                 rows = pool.slots_in(slab)
                 busy = np.isin(table.state[rows], (State.RESERVED, State.QUARANTINED))
                 busy |= (table.refs[rows] > 0) | (table.pins[rows] > 0)

@@ -124,36 +124,6 @@ def test_what_may_change_is_merged_and_the_rest_is_told() -> None:
     assert Settings.model_fields.keys() >= RELOADABLE
 
 
-def test_shares_are_read_as_a_mapping_and_as_text(tmp_path: Path) -> None:
-    tenants = "a=1:128MiB b=2:128MiB"
-    text = Settings(tenants=tenants, tenant_shares="default=sessions:10 b=sessions:20-60,ssd:30")
-    path = tmp_path / "k.yaml"
-    path.write_text("tenant_shares: {default: {sessions: 10}, b: {sessions: 20-60, ssd: 30}}")
-    assert load_settings({"tenants": tenants, **HERE}, path) == text
-    path.write_text(settings_yaml(text))
-    assert load_settings(HERE, path) == text
-
-
-@pytest.mark.parametrize(
-    ("shares", "wrong"),
-    [
-        ("default=sessions:20-10", "sessions: '20-10' is no part"),
-        ("default=sessions:101", "sessions: '101' is no part"),
-        ("default=cpu:10", "'cpu' is no resource; use sessions, namespaces"),
-        ("default=ssd:10-20", "ssd: has a floor only"),
-        ("default=reserved:10", "reserved: has a cap only"),
-        ("nobody=sessions:10", "tenant_shares: nobody is no tenant; use default"),
-        ("A=sessions:10", "is no row of shares"),
-        ({"default": 5}, "'default': write TENANT: {sessions: 20-60"),
-        ({"default": {"sessions": True}}, "sessions: True is no part"),
-    ],
-)
-def test_shares_that_cannot_be(shares: object, wrong: str) -> None:
-    with pytest.raises(KVHearthError) as caught:
-        load_settings({"tenant_shares": shares})
-    assert wrong in caught.value.message
-
-
 def test_every_setting_is_described() -> None:
     undescribed = [n for n, field in Settings.model_fields.items() if not field.description]
     assert undescribed == []
@@ -385,6 +355,36 @@ def test_tenants_have_whole_slabs() -> None:
         TenantSetting("b-2", (3,), 64 << 20),
     )
     assert parse_tenant(settings.tenants[0]) is settings.tenants[0]
+
+
+def test_quotas_on_ssd_are_set_or_in_proportion_to_memory(tmp_path: Path) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text(
+        f"ssd_dirs: [{tmp_path}/one=8GiB]\n"
+        "tenants: ['a=1:64MiB', {name: b, bytes: 192MiB}, 'c=3:64MiB:4GiB']\n"
+    )
+    settings = load_settings({}, path)
+    assert settings.ssd_quotas() == {"a": 0.125, "b": 0.375, "c": 0.5}
+    path.write_text(settings_yaml(settings))
+    assert load_settings({}, path) == settings
+    assert Settings().ssd_quotas() == {"default": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("tenants", "message"),
+    [
+        ("['a=1:64MiB:6GiB', 'b=2:64MiB:3GiB']", "together they get 9GiB of the SSD tier's 8GiB"),
+        ("['a=1:64MiB:7936MiB', 'b=2:64MiB']", "b has room for 3 files of 64MiB in"),
+        ("['a=1:64MiB:1GiB:2GiB']", "is not a tenant"),
+    ],
+)
+def test_quotas_that_cannot_be_are_refused(tmp_path: Path, tenants: str, message: str) -> None:
+    path = tmp_path / "kvhearth.yaml"
+    path.write_text(
+        f"ssd_dirs: [{tmp_path}/one=8GiB]\nssd_segment_bytes: 64MiB\ntenants: {tenants}\n"
+    )
+    with pytest.raises(KVHearthError, match=re.escape(message)):
+        load_settings({}, path)
 
 
 def test_a_tenant_may_have_no_users(tmp_path: Path) -> None:

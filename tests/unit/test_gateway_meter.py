@@ -55,15 +55,15 @@ def test_calls_come_back_with_time() -> None:
     meter = Meters(clock=clock).of(identity(calls_per_s=10))
     for _ in range(10):
         meter.call()
-    assert reason_of(meter.call) is Reason.SHARE_EXCEEDED
+    assert reason_of(meter.call) is Reason.QUOTA_EXCEEDED
     clock.now = 0.35
     for _ in range(3):
         meter.call()
-    assert reason_of(meter.call) is Reason.SHARE_EXCEEDED
+    assert reason_of(meter.call) is Reason.QUOTA_EXCEEDED
     clock.now = 1000.0
     for _ in range(10):
         meter.call()
-    assert reason_of(meter.call) is Reason.SHARE_EXCEEDED
+    assert reason_of(meter.call) is Reason.QUOTA_EXCEEDED
 
 
 def test_held_memory_is_summed_over_sources() -> None:

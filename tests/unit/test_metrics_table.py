@@ -21,7 +21,7 @@ from kvhearth.errors import Reason
 from kvhearth_server.core.adoption import DropCause
 from kvhearth_server.engine.miss_ratio import Curve, HitRatio
 from kvhearth_server.engine.namespace_series import NamespaceNow
-from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, ShareNow, Snapshot
+from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, Snapshot
 from kvhearth_server.observability.counters import (
     LABEL_VALUES_MAX,
     NAMES_MAX,
@@ -42,7 +42,12 @@ from kvhearth_server.observability.timings import (
 from kvhearth_server.tiers.base import (
     Refusal,
 )
-from kvhearth_server.tiers.figures import DirectoryFigures, RemoteFigures, TierFigures
+from kvhearth_server.tiers.figures import (
+    DirectoryFigures,
+    RemoteFigures,
+    TenantFigures,
+    TierFigures,
+)
 from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.disk.probe import NAMES
 from kvhearth_server.tiers.ssd.format import Doubt
@@ -63,6 +68,7 @@ def a_tier(**changes: Any) -> TierFigures:
         "interface": "libaio",
         "interface_broken": "",
         "directories": directories,
+        "tenants": [TenantFigures("t", 28, 29)],
         "blocks": 31,
         "live_bytes": 32,
         "recovering": True,
@@ -148,7 +154,6 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "timings": timings,
         "eviction_ages": ages,
         "engines": [EngineNow("e", "t", leases=48, heartbeat_age_s=4.5)],
-        "shares": [ShareNow("t", "sessions", 42, 43, 44, 45, 46)],
         "curves": [
             Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], []),
         ],
@@ -314,6 +319,8 @@ def test_values_of_the_ssd_tier() -> None:
     assert value(found, "ssd_capacity_bytes", directory="/b") == 500
     assert value(found, "ssd_file_bytes", directory="/a") == 600
     assert value(found, "ssd_segments", directory="/a", state="sealed") == 4
+    assert value(found, "ssd_tenant_bytes", tenant="t") == 28
+    assert value(found, "ssd_quota_bytes", tenant="t") == 29
     assert value(found, "ssd_degraded", directory="/b", reason="unusable") == 1
     assert value(found, "ssd_degraded", directory="/a", reason="unusable") == 0
     assert value(found, "ssd_recovering") == 1

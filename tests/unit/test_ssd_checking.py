@@ -12,7 +12,7 @@ from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, Job
 from kvhearth_server.tiers.ssd.disk.queues import Op, make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.log import FileWorker, LogDirectory
+from kvhearth_server.tiers.ssd.log import FileWorker, LogDirectory, TenantLog
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec
 
 _WAIT_S = 20.0
@@ -87,13 +87,13 @@ def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
     directory = Directory(SsdDirectorySpec(tmp_path, 1 << 30), 1 << 20, Files())
     event = make_event()
     file_worker = FileWorker(directory, event)
-    log_dir = LogDirectory(directory, file_worker, count_max=files, carry_share=0.25)
-    assert log_dir.ready_wanted(0.0) == 1
+    log = TenantLog("", LogDirectory(directory, file_worker, files), files, 0.25)
+    assert log.ready_wanted(0.0) == 1
     for _ in range(6):
-        log_dir.closed(1.0)
-    assert log_dir.ready_wanted(2.0) == most
-    log_dir.sealing = 0
-    assert log_dir.ready_wanted(2.0) == most  # the next burst resembles the last one
-    assert log_dir.ready_wanted(60.0) == 1
+        log.closed(1.0)
+    assert log.ready_wanted(2.0) == most
+    log.sealing = 0
+    assert log.ready_wanted(2.0) == most  # the next burst resembles the last one
+    assert log.ready_wanted(60.0) == 1
     assert file_worker.stop(_WAIT_S)
     directory.close()

@@ -25,7 +25,7 @@ from support.tiers import (
 
 from kvhearth_server.config.load import Settings
 from kvhearth_server.tier_startup import missing_keys
-from kvhearth_server.tiers.base import Corrupt, Done, Missing, TierShares
+from kvhearth_server.tiers.base import Corrupt, Done, Missing
 from kvhearth_server.tiers.ssd.format import (
     RECORD_BYTES,
     RECORD_DTYPE,
@@ -222,10 +222,9 @@ def test_missing_keys_are_told_from_full_files(tmp_path: Path) -> None:
 def test_each_tenant_has_its_key_and_nobodys_blocks_are_not_written(tmp_path: Path) -> None:
     mine, yours, nobodys = NAMESPACE, b"y" * 32, b"z" * 32
     owners = {mine: "a", yours: "b"}
-    shares = TierShares(lambda name, epoch: owners.get(name, ""), {}, {})
     keyring = Keyring({"a": [OLD], "b": [NEW]})
     with Opened(tmp_path, keyring=keyring) as desk:
-        desk.tier.use_shares(shares)
+        desk.tier.use_owners(lambda name, epoch: owners.get(name, ""))
         desk.store_all(range(2))
         desk.store_all(range(2, 4), family(namespace=yours))
         done = desk.store(range(4, 6), family(namespace=nobodys))

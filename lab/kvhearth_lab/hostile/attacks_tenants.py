@@ -28,6 +28,7 @@ class AllSessions(Attack):
     needs = frozenset({SECOND_UID})
     pause_s = 0.01
     seconds_least = 4.0
+    reason: ClassVar[Reason] = Reason.TOO_MANY_SESSIONS
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +46,13 @@ class AllSessions(Attack):
             try:
                 self._held.append(enter(target, f"all-{os.getpid()}-{count}", made=made))
             except KVHearthError as error:
-                if error.reason is not Reason.SHARE_EXCEEDED:
+                if error.reason is not self.reason:
                     raise
             yield
 
     def check(self, target: Target, log: Sequence[str]) -> list[str]:
-        """Miss ``share`` unless the tenant's share was the bound that refused it."""
-        return [] if any(Reason.SHARE_EXCEEDED in line for line in log) else ["share"]
+        """Miss ``part`` unless the tenant's part was the bound that refused it."""
+        return [] if any(self.reason in line for line in log) else ["part"]
 
 
 class AllContracts(AllSessions):
@@ -60,6 +61,7 @@ class AllContracts(AllSessions):
     name = "all_contracts"
     help = "tenant a holds namespaces with contracts of 45 KB until the catalogue takes no more"
     pause_s = 0.02
+    reason = Reason.TOO_MANY_NAMESPACES
 
     def contract(self, target: Target, number: int) -> Contract:
         """See ``AllSessions.contract``."""

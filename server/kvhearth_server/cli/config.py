@@ -24,7 +24,6 @@ from kvhearth_server.config.load import (
     unread_environment,
 )
 from kvhearth_server.config.value_types import format_size
-from kvhearth_server.core.shares import TenantShares
 
 _COLUMNS = 96
 _HEAD = """\
@@ -83,8 +82,9 @@ def _written(field: FieldInfo, value: object) -> Any:
 def _item(value: object) -> object:
     if isinstance(value, TenantSetting):
         uids = ",".join(map(str, value.uids))
-        return f"{value.name}={uids}:{format_size(value.bytes)}"
-    return str(value) if isinstance(value, SsdDir | TenantShares) else value
+        on_ssd = f":{format_size(value.ssd_bytes)}" if value.ssd_bytes else ""
+        return f"{value.name}={uids}:{format_size(value.bytes)}{on_ssd}"
+    return str(value) if isinstance(value, SsdDir) else value
 
 
 SHOW_EPILOG = "Example: KVHEARTH_MEMORY=64GiB kvhearth config show"

@@ -159,9 +159,8 @@ def explain(
     """Explain why a lookup misses.
 
     For a contract: prints its namespace, or the nearest namespaces and the
-    fields that differ, and which share of the tenant is used up. For a key:
-    prints each copy, its state, and why it is not served. Exits with 1 if the
-    key is absent.
+    fields that differ. For a key: prints each copy, its state, and why it is
+    not served. Exits with 1 if the key is absent.
     """
     path = Path(what)
     if path.is_file():
@@ -186,8 +185,6 @@ def _contract(path: Path, socket_dir: Path | None, tenant: str, *, as_json: bool
     if as_json:
         say_json({"kind": "contract", **plain(reply)})
         return
-    for refusal in _refusals(reply, text):
-        typer.echo(refusal)
     if reply.exists:
         typer.echo(f"the namespace {reply.namespace} exists: the contract is no reason for a miss")
         return
@@ -200,19 +197,6 @@ def _contract(path: Path, socket_dir: Path | None, tenant: str, *, as_json: bool
             row(shown, field.field, field.asked, field.stored)
         title = f"\nnamespace {short(near.namespace)} differs in {len(near.fields)}:"
         console().print(Group(title, shown))
-
-
-def _refusals(reply: reports.ContractPlace, text: str) -> list[str]:
-    """Return why the tenant's shares would refuse an attach with the contract, one line each."""
-    needs = {"sessions": 1}
-    if not reply.exists:
-        needs |= {"namespaces": 1, "contract_bytes": len(text)}
-    return [
-        f"attaching would be refused: tenant {part.tenant} uses {part.used} {part.share} and has "
-        f"room for {part.room} (floor {part.floor}, cap {part.cap}); see tenant_shares"
-        for part in reply.shares
-        if part.room < needs.get(part.share, 0)
-    ]
 
 
 def _key(key: bytes, socket_dir: Path | None, *, as_json: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -24,11 +23,9 @@ from kvhearth_server.cli.output import (
     size,
     table,
 )
-from kvhearth_server.engine.snapshot import ShareNow, SsdStats, Stats
+from kvhearth_server.engine.snapshot import SsdStats, Stats
 
 _BAR_COLUMNS = 30
-_COUNTS = frozenset({"sessions", "namespaces", "leases"})
-"""Shares that are numbers; all others are bytes."""
 
 
 def _reasons(found: SsdStats) -> list[str]:
@@ -94,17 +91,17 @@ STAT_EPILOG = "Example: kvhearth stat --json | jq .counters.hit_keys"
 
 
 def stat(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
-    """Show memory by segment, tenants' shares, the SSD tier, and every counter
-    since the start.
+    """Show memory by segment, the SSD tier with tenants' quotas, and every
+    counter since the start.
     """
     found = daemon_at(socket_dir).stats()
     if as_json:
         say_json(plain(found))
         return
     out = console()
-    parts = [_daemon(found), _segments(found), _shares(found.shares)]
+    parts = [_daemon(found), _segments(found)]
     if found.ssd is not None:
-        parts += [_ssd(found.ssd), _directories(found.ssd)]
+        parts += [_ssd(found.ssd), _directories(found.ssd), _tenants(found.ssd)]
     for part in parts:
         out.print(part)
         out.print()
@@ -127,14 +124,11 @@ def _daemon(found: Stats) -> Table:
     )
 
 
-def _shares(found: Iterable[ShareNow]) -> Table:
-    """Return a table with one row for each tenant and resource."""
-    heads = ("tenant", "share", "used", "floor", "cap", "room", "refused")
-    shown = table(*heads, right=heads[2:])
-    for part in found:
-        write = str if part.share in _COUNTS else size
-        numbers = (part.used, part.floor, part.cap, part.room)
-        row(shown, part.tenant, part.share, *map(write, numbers), str(part.refused))
+def _tenants(ssd: SsdStats) -> Table:
+    """Return a table with one row for each tenant's quota on SSD."""
+    shown = table("tenant", "on SSD", "quota", right=("on SSD", "quota"))
+    for each in ssd.tenants:
+        row(shown, each.tenant, size(each.used_bytes), size(each.quota_bytes))
     return shown
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -25,7 +26,6 @@ from kvhearth_server.config.value_types import (
     SsdDirs,
     Tenants,
     TenantSetting,
-    TenantSharesRows,
     Uids,
     directory,
     format_size,
@@ -34,7 +34,6 @@ from kvhearth_server.config.value_types import (
     lower,
     on_or_off,
 )
-from kvhearth_server.core.shares import problems_of
 
 ENV_PREFIX = "KVHEARTH_"
 ATTACH_SOCKET_NAME = "attach.sock"
@@ -53,7 +52,7 @@ SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
 
 RELOADABLE = frozenset(
     {
-        *("tenant_shares", "sessions_max", "leases_max", "pins_max", "pin_ttl_max_s"),
+        *("sessions_max", "leases_max", "pins_max", "pin_ttl_max_s"),
         *("held_fraction_max", "stock_fraction_max", "ssd_bytes_per_day", "log_level"),
         *("remote_write", "remote_bytes_per_s", "remote_bytes_per_day", "remote_requests_per_s"),
     }
@@ -107,19 +106,12 @@ class Settings(BaseSettings):
     slot_bytes_min: Size = Field(16 << 10, description="Smallest slot size; a power of two.")
     tenants: Tenants = Field(
         (),
-        description="Tenant with a segment of its own; repeatable (environment: separate by "
-        "spaces). Default: one tenant named 'default' with all memory.",
+        description="Tenant with SIZE of memory and SSD of the SSD tier, which no other tenant "
+        "uses; repeatable (environment: separate by spaces). SSD is by default in proportion to "
+        "memory. Default: one tenant named 'default' with everything.",
     )
     allow_uids: Uids = Field(
         (), description="User ids of the default tenant, in addition to the daemon's own."
-    )
-    tenant_shares: TenantSharesRows = Field(
-        (),
-        description="Parts of the daemon's bounds that others leave a tenant (FLOOR), and the most "
-        "it may have (CAP), in percent; in YAML also {tenant: {resource: FLOOR-CAP}}. Resources: "
-        "sessions, namespaces, contract_bytes, leases, reserved, ssd, ssd_writes. The row "
-        "'default' is for other tenants. By default the floors are one half of everything, in "
-        "equal parts. Reloadable.",
     )
     held_fraction_max: float = Field(
         0.8,
@@ -495,14 +487,18 @@ class Settings(BaseSettings):
             )
         if self.tenants and self.allow_uids:
             problems.append("allow_uids: is for the default tenant only; name the uids in tenants")
-        served = names or [DEFAULT_TENANT_NAME]
-        return problems + [f"tenant_shares: {p}" for p in problems_of(self.tenant_shares, served)]
+        return problems
 
     def _ssd_problems(self) -> list[str]:
         if not self.ssd_dirs:
             return []
         from kvhearth_server.engine.epoch_store import RESERVE_BYTES
-        from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
+        from kvhearth_server.tiers.ssd.settings import (
+            SEGMENTS_LEAST,
+            capacity_least,
+            segment_bytes_for,
+            segments_max,
+        )
 
         wanted = self.ssd_segment_bytes
         if wanted % PAGE_BYTES or 0 < wanted < SSD_SEGMENT_BYTES_LEAST:
@@ -517,8 +513,9 @@ class Settings(BaseSettings):
             for path in sorted({path for path in paths if paths.count(path) > 1})
         ]
         for each in self.ssd_dirs:
-            room = each.bytes - RESERVE_BYTES
-            least = RESERVE_BYTES + capacity_least(wanted or segment_bytes_for(max(0, room)))
+            room = max(0, each.bytes - RESERVE_BYTES)
+            segment = wanted or segment_bytes_for(room)
+            least = RESERVE_BYTES + capacity_least(segment)
             if each.bytes < least:
                 problems.append(
                     f"ssd_dirs: {each.path} has {format_size(each.bytes)}, too little for the "
@@ -529,7 +526,34 @@ class Settings(BaseSettings):
                     f"ssd_dirs: {each.path} has {format_size(each.bytes)}, more than any drive; "
                     "give it at most 1024TiB"
                 )
+            else:
+                files = segments_max(room, segment)
+                problems += [
+                    f"tenants: {name} has room for {int(files * part)} files of "
+                    f"{format_size(segment)} in {each.path}, and needs {SEGMENTS_LEAST}; give it "
+                    "more of the SSD tier, or lower ssd_segment_bytes"
+                    for name, part in self.ssd_quotas().items()
+                    if int(files * part + 1e-9) < SEGMENTS_LEAST
+                ]
+        given, whole = sum(t.ssd_bytes for t in self.tenants), sum(d.bytes for d in self.ssd_dirs)
+        if given > whole:
+            problems.append(
+                f"tenants: together they get {format_size(given)} of the SSD tier's "
+                f"{format_size(whole)}; give them less"
+            )
         return problems
+
+    def ssd_quotas(self) -> dict[str, float]:
+        """Return the part of the SSD tier that each tenant may use, 0 to 1."""
+        if not self.tenants:
+            return {DEFAULT_TENANT_NAME: 1.0}
+        whole = sum(each.bytes for each in self.ssd_dirs)
+        left = max(0, whole - sum(each.ssd_bytes for each in self.tenants))
+        memory = sum(each.bytes for each in self.tenants if not each.ssd_bytes)
+        return {
+            each.name: (each.ssd_bytes or left * each.bytes / memory) / whole
+            for each in self.tenants
+        }
 
     @property
     def attach_socket(self) -> Path:
@@ -598,4 +622,4 @@ class Settings(BaseSettings):
             uids = tuple(dict.fromkeys((own_uid, *self.allow_uids)))
             return (TenantSetting(DEFAULT_TENANT_NAME, uids, self.memory_bytes),)
         slab = self.slab_bytes
-        return tuple(TenantSetting(t.name, t.uids, t.bytes // slab * slab) for t in self.tenants)
+        return tuple(replace(t, bytes=t.bytes // slab * slab) for t in self.tenants)

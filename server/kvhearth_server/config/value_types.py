@@ -15,8 +15,6 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from kvhearth_server.core.shares import CAP_ONLY, FLOOR_ONLY, Part, Share, TenantShares
-
 _BINARY = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 _DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
 _SIZE_UNITS = {"": 1, "b": 1}
@@ -97,22 +95,25 @@ _UID_MAX = 2**32 - 2  # the last one is the kernel's "no such uid"
 
 @dataclass(frozen=True)
 class TenantSetting:
-    """One tenant: its users and its memory.
+    """One tenant: its users, and its quotas.
 
     Args:
         name: the tenant's part in its namespaces' digests, and the name of its segment.
         uids: the user ids whose processes attach as this tenant; none for a tenant that only
             engines on other hosts use, through a gateway.
         bytes: its segment's length, before rounding down to whole slabs.
+        ssd_bytes: its part of the SSD tier; 0 for a part of what the others leave there, in
+            proportion to memory.
     """
 
     name: str
     uids: tuple[int, ...]
     bytes: int
+    ssd_bytes: int = 0
 
 
 def parse_tenant(value: object) -> TenantSetting:
-    """Parse ``NAME=[UID[,UID...]]:SIZE``, or a mapping of name, uids and bytes.
+    """Parse ``NAME=[UID[,UID...]]:SIZE[:SSD]``, or a mapping of name, uids, bytes and ssd_bytes.
 
     Raises:
         ValueError: the value has another form.
@@ -122,23 +123,26 @@ def parse_tenant(value: object) -> TenantSetting:
     if isinstance(value, Mapping):
         return _tenant_row(value)
     name, equals, rest = str(value).partition("=")
-    uids, colon, size = rest.rpartition(":")
-    if not equals or not colon:
-        raise ValueError(f"{value!r} is not a tenant; write NAME=UID[,UID...]:SIZE: a=1000:8GiB")
-    return _tenant(name, uids.split(",") if uids.strip() else [], size)
+    uids, *sizes = rest.split(":")
+    if not equals or not 1 <= len(sizes) <= 2:
+        raise ValueError(
+            f"{value!r} is not a tenant; write NAME=UID[,UID...]:SIZE[:SSD]: a=1000:8GiB"
+        )
+    return _tenant(name, uids.split(",") if uids.strip() else [], *sizes)
 
 
 def _tenant_row(row: Mapping[object, object]) -> TenantSetting:
-    if not {"name", "bytes"} <= row.keys() <= {"name", "uids", "bytes"}:
+    if not {"name", "bytes"} <= row.keys() <= {"name", "uids", "bytes", "ssd_bytes"}:
         raise ValueError(f"{row!r} is not a tenant; write {{name: a, uids: [1000], bytes: 8GiB}}")
     uids = row.get("uids")
     listed = uids if isinstance(uids, list | tuple) else [] if uids is None else [uids]
-    return _tenant(str(row["name"]), listed, row["bytes"])
+    return _tenant(str(row["name"]), listed, row["bytes"], row.get("ssd_bytes", 0))
 
 
-def _tenant(name: str, uids: Sequence[object], size: object) -> TenantSetting:
+def _tenant(name: str, uids: Sequence[object], size: object, on_ssd: object = 0) -> TenantSetting:
     check_tenant_name(name)
-    return TenantSetting(name, tuple(_parse_uid(uid) for uid in uids), parse_size(size))
+    known = tuple(_parse_uid(uid) for uid in uids)
+    return TenantSetting(name, known, parse_size(size), parse_size(on_ssd))
 
 
 def check_tenant_name(name: str) -> None:
@@ -273,7 +277,7 @@ Tenants = Annotated[
     tuple[TenantSetting, ...],
     NoDecode,
     BeforeValidator(_parse_tenants),
-    Shown("NAME=[UID[,UID...]]:SIZE", str),
+    Shown("NAME=[UID[,UID...]]:SIZE[:SSD]", str),
 ]
 SsdDirs = Annotated[
     tuple[SsdDir, ...],
@@ -288,73 +292,6 @@ Remotes = Annotated[
     Shown("URL", str),
 ]
 Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_uids), Shown("UID", str)]
-
-
-def parse_shares(value: object) -> TenantShares:
-    """Parse ``NAME=RESOURCE:FLOOR[-CAP],...``; parts are in percent.
-
-    Raises:
-        ValueError: the text has another form, or a resource has no such part.
-    """
-    if isinstance(value, TenantShares):
-        return value
-    name, equals, rest = str(value).partition("=")
-    if not equals or _TENANT_NAME.fullmatch(name) is None:
-        raise ValueError(
-            f"{value!r} is no row of shares; write NAME=RESOURCE:FLOOR[-CAP],...: "
-            "a=sessions:20-60,ssd:30"
-        )
-    return _row_of(name, dict(_pair_of(part) for part in rest.split(",") if part))
-
-
-def _pair_of(text: str) -> tuple[str, object]:
-    resource, _, part = text.partition(":")
-    return resource.strip(), part
-
-
-def _row_of(name: str, parts: Mapping[str, object]) -> TenantShares:
-    return TenantShares(name, tuple((_share_of(n), _part_of(n, p)) for n, p in parts.items()))
-
-
-def _share_of(name: str) -> Share:
-    if name not in list(Share):
-        raise ValueError(f"{name!r} is no resource; use {', '.join(Share)}")
-    return Share(name)
-
-
-def _part_of(resource: str, value: object) -> Part:
-    """Parse ``FLOOR`` or ``FLOOR-CAP``, in percent."""
-    share = _share_of(resource)
-    match = re.fullmatch(
-        r"(\d{1,3}(?:\.\d+)?)%?(?:\s*-\s*(\d{1,3}(?:\.\d+)?)%?)?", str(value).strip()
-    )
-    floor, cap = (float(match[1]), float(match[2] or 100)) if match else (1.0, 0.0)
-    if isinstance(value, bool) or not floor <= cap <= 100 or not cap:
-        raise ValueError(f"{resource}: {value!r} is no part; write FLOOR or FLOOR-CAP in percent")
-    if share in FLOOR_ONLY and cap < 100:
-        raise ValueError(f"{resource}: has a floor only; write a number from 0 to 100")
-    if share in CAP_ONLY and floor:
-        raise ValueError(f"{resource}: has a cap only; write 0-CAP in percent")
-    return Part(floor / 100, cap / 100)
-
-
-def _parse_tenant_shares(value: object) -> tuple[TenantShares, ...]:
-    if not isinstance(value, Mapping):
-        return tuple(parse_shares(item) for item in _items(value, r"[;\s]+"))
-    rows = list[TenantShares]()
-    for name, parts in value.items():
-        if _TENANT_NAME.fullmatch(str(name)) is None or not isinstance(parts, Mapping):
-            raise ValueError(f"{name!r}: write TENANT: {{sessions: 20-60, ssd: 30}}, in percent")
-        rows.append(_row_of(str(name), {str(n): part for n, part in parts.items()}))
-    return tuple(rows)
-
-
-TenantSharesRows = Annotated[
-    tuple[TenantShares, ...],
-    NoDecode,
-    BeforeValidator(_parse_tenant_shares),
-    Shown("NAME=RESOURCE:FLOOR[-CAP],...", str),
-]
 
 
 def parse_http(value: object) -> str:

@@ -19,7 +19,6 @@ from kvhearth_server.core.groups import Group
 from kvhearth_server.core.pins import Pinning
 from kvhearth_server.core.promotion import Promotions
 from kvhearth_server.core.publishing import Publishing
-from kvhearth_server.core.shares import Share
 from kvhearth_server.core.slot_table import KERNEL, State
 from kvhearth_server.core.state import CoreState
 from kvhearth_server.core.writeback import Writeback
@@ -89,7 +88,6 @@ def _portions(state: CoreState, holders: Holders, slots_max: int | None) -> Iter
             used = _Used.now(state, segment) if slots_max else used
             state.chains.check_siblings(used.heads(state))
             yield
-        _check_accounts(state)
         if slots_max is None:
             state.index.check()
         blocks = sum(space.blocks for space in state.namespaces)
@@ -105,20 +103,6 @@ def _portions(state: CoreState, holders: Holders, slots_max: int | None) -> Iter
         raise
     except (ValueError, IndexError) as error:
         raise BooksError(str(error)) from None
-
-
-def _check_accounts(state: CoreState) -> None:
-    """Compare the tenants' sessions, namespaces and contracts' bytes with the shares' accounts."""
-    counted: dict[Share, Counter[str]] = {share: Counter() for share in state.shares.accounts}
-    for group in state.groups:
-        counted[Share.SESSIONS][group.tenant] += len(group.attached)
-    for space in state.namespaces:
-        counted[Share.NAMESPACES][space.tenant] += 1
-        counted[Share.CONTRACT_BYTES][space.tenant] += len(space.contract.to_json())
-    for share, account in state.shares.accounts.items():
-        for tenant in {*state.shares.tenants, *counted[share]}:
-            _equal(f"{share} of tenant {tenant}", counted[share][tenant], account.used(tenant))
-        _equal(f"{share} of all tenants", counted[share].total(), account.used_total)
 
 
 def _equal(what: str, counted: int, booked: int) -> None:
@@ -193,8 +177,6 @@ def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
     leased = [group.leases.all_slots().astype(np.int64) for group in groups]
     leased += holders.writeback.held(segment) + holders.publishing.held(segment)
     booked = state.ledger.segments[segment].leased_slots
-    leases = sum(len(group.leases) for group in groups)
-    _equal(f"segment {segment} leases", leases, state.ledger.segments[segment].leases)
     _equal(f"segment {segment} leased slots", sum(map(len, leased)), booked)
     for column, known, what in (
         (table.refs, leased, "leases"),

@@ -143,8 +143,6 @@ class SingleFastPath:
         books, limits = state.ledger.segments[group.segment], state.limits
         if len(group.leases) >= limits.leases_max or books.leased_slots >= limits.leased_slots_max:
             return -1
-        if books.leases >= books.leases_max:
-            return -1
         if not self._refs[head] and not self._pins[head]:
             size = self._slab_slot_bytes[head // self._stride]
             if size > hold_room(state, group.segment):
@@ -313,8 +311,6 @@ class PrefixFastPath:
             return False
         limits, books = self._state.limits, self._state.ledger.segments[group.segment]
         if count > limits.keys_max or len(group.leases) >= limits.leases_max:
-            return False
-        if books.leases >= books.leases_max:
             return False
         return books.leased_slots + count <= limits.leased_slots_max
 

@@ -113,7 +113,6 @@ def drop_lease(state: CoreState, group: Group, lease_id: int) -> bool:
     portions = group.leases.portions(lease_id)
     del group.leases[lease_id]
     del group.leased_at[lease_id]
-    state.ledger.segments[group.segment].leases -= 1
     for slots in portions:
         unhold(state, group.segment, ascending(slots))
     return True

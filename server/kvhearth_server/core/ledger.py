@@ -14,7 +14,6 @@ class SegmentBooks:
 
     ``held`` is the part of ``committed`` that a lease, a pin or a write to a slower tier keeps from
     eviction. ``leased_slots`` are slots, not bytes; a slot counts once for each lease on it.
-    ``leases`` are numbers: of the tenant's leases, and of the most that its share allows.
     """
 
     capacity: int
@@ -24,8 +23,6 @@ class SegmentBooks:
     loading: int = 0
     held: int = 0
     leased_slots: int = 0
-    leases: int = 0
-    leases_max: int = 1 << 62
 
     @property
     def bound(self) -> int:

@@ -30,7 +30,6 @@ from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace, Traffic, check_epoch
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.reservations import SlotsItem
-from kvhearth_server.core.shares import Share
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, flat, require
 
@@ -224,7 +223,7 @@ class Reading:
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``too_many_keys``,
-                ``too_many_leases``, ``lease_exists``, ``share_exceeded``.
+                ``too_many_leases``, ``lease_exists``.
         """
         state = self._state
         if lease_id and not joins and len(items) == 1 and len(items[0].keys) > 1:
@@ -267,7 +266,6 @@ class Reading:
         if joins:
             group.leases.join(lease_id, slots)
             return
-        self._state.ledger.segments[group.segment].leases += 1
         group.leases[lease_id] = slots
         group.leased_at[lease_id] = now
 
@@ -308,7 +306,6 @@ class Reading:
         whole = self._prefix_path.lookup(group, namespace, item.kv_group, item.keys, lease_id)
         if whole is None:
             return None
-        self._state.ledger.segments[group.segment].leases += 1
         group.leases[lease_id] = whole.slots
         group.leased_at[lease_id] = now
         presence = Presence.of_whole(item.kv_group, whole.extents)
@@ -326,7 +323,6 @@ class Reading:
         if head < 0:
             return None
         self._single_path.mark_used(head)
-        self._state.ledger.segments[group.segment].leases += 1
         group.leases.enter_one(one.lease_id, head)
         group.leased_at[one.lease_id] = now
         spec = namespace.contract.groups[one.kv_group]
@@ -466,15 +462,6 @@ class Reading:
             Reason.TOO_MANY_LEASES,
             f"the group holds {len(group.leases)} leases; release some",
         )
-        books = self._state.ledger.segments[group.segment]
-        if books.leases >= books.leases_max:
-            self._state.shares.count_refusal(group.tenant, Share.LEASES)
-            raise KVHearthError(
-                Reason.SHARE_EXCEEDED,
-                f"tenant {group.tenant} holds {books.leases} leases, its share; release some",
-                share=str(Share.LEASES),
-                tenant=group.tenant,
-            )
 
     def _affordable(
         self, group: Group, seen: list[_Seen], boundaries: I64, leasing: bool

@@ -13,7 +13,6 @@ from kvhearth_server.core.actions import Catalogue, Mark
 from kvhearth_server.core.groups import Group, Member, MemberState
 from kvhearth_server.core.holds import drop_lease
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.shares import Share
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, require
 
@@ -66,17 +65,17 @@ class Membership:
         Raises:
             KVHearthError: ``too_many_sessions``, ``bad_contract``, ``bad_message``,
                 ``contract_mismatch`` (naming the fields), ``rank_taken``, ``stale_incarnation``,
-                ``too_many_namespaces``, ``share_exceeded``.
+                ``too_many_namespaces``.
         """
         state = self._state
-        sessions = state.shares.accounts[Share.SESSIONS]
+        most = state.part(state.limits.sessions_max)
+        attached = sum(len(g.attached) for g in state.groups if g.tenant == joining.tenant)
         require(
-            sessions.used_total < sessions.total,
+            attached < most,
             Reason.TOO_MANY_SESSIONS,
-            f"{sessions.total} sessions are attached; raise sessions_max or end some",
+            f"tenant {joining.tenant} has {attached} of {most} sessions; raise sessions_max, which "
+            "tenants have in equal parts, or end some",
         )
-        if sessions.room(joining.tenant) < 1:
-            raise state.shares.refusal(joining.tenant, Share.SESSIONS)
         self._check_shape(joining)
         version = state.namespaces.version
         group = state.groups.open_group(joining.tenant, joining.engine_id)
@@ -110,7 +109,6 @@ class Membership:
         if state.namespaces.ended.pop(namespace.number, None):
             state.policies.reorder(namespace.number)
         state.groups.join(group, member)
-        sessions.add(joining.tenant, 1)
         if state.namespaces.version != version:
             state.actions.append(Catalogue())
         return Joined(group, namespace)
@@ -127,7 +125,6 @@ class Membership:
         member = group.members[session]
         if member.state is not MemberState.ATTACHED:
             return
-        self._state.shares.accounts[Share.SESSIONS].add(group.tenant, -1)
         quiet = finished or not member.mapped
         member.state = MemberState.DRAINED if quiet else MemberState.GONE
         if not group.ended and (member.scheduler or not group.attached):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvhearth.contract import Contract, differences, namespace_digest
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.shares import Share, Shares
 
 
 @dataclass(slots=True)
@@ -100,20 +99,15 @@ class Namespaces:
         count_max: int,
         quota_bytes: int | None = None,
         forgotten: Callable[[int], None] = lambda number: None,
-        shares: Shares | None = None,
+        tenants: int = 1,
     ) -> None:
         """Make an empty catalogue; ``forgotten`` gets the number of each forgotten namespace.
 
-        ``shares`` are the tenants' parts, allotted by the caller; by default nobody has one.
+        ``tenants`` is the number of tenants that have the bounds in equal parts.
         """
         self._forgotten = forgotten
-        if shares is None:
-            shares = Shares()
-            most = {Share.NAMESPACES: min(count_max, NUMBER_MAX), Share.SESSIONS: 0}
-            shares.allot((), {**most, Share.CONTRACT_BYTES: CONTRACT_BYTES_MAX})
-        self._shares = shares
-        self._counted = shares.accounts[Share.NAMESPACES]
-        self._contracts = shares.accounts[Share.CONTRACT_BYTES]
+        self._count_max = max(1, min(count_max, NUMBER_MAX) // tenants)
+        self._bytes_max = CONTRACT_BYTES_MAX // tenants
         self._quota_bytes = quota_bytes
         self.ended: dict[int, Namespace] = {}
         """Private namespaces whose run has ended, the oldest first: nobody can ask for their blocks
@@ -155,17 +149,21 @@ class Namespaces:
         """Return the namespace of a tenant's contract, made if new.
 
         Raises:
-            KVHearthError: ``too_many_namespaces`` if the catalogue is full of namespaces in use,
-                ``share_exceeded`` if the tenant's part of it is.
+            KVHearthError: ``too_many_namespaces`` if the tenant's part of the catalogue is full of
+                namespaces in use.
         """
         digest = namespace_digest(tenant, contract)
         if found := self._by_digest.get(digest):
             return found
         size = len(contract.to_json())
-        while (short := self._short(tenant, size)) is not None:
-            need = 1 if short is Share.NAMESPACES else size
-            if not self._make_room(tenant, short, need):
-                raise self._refusal(tenant, short, need)
+        while self._is_full(tenant, size):
+            if not self._forget_of(tenant):
+                raise KVHearthError(
+                    Reason.TOO_MANY_NAMESPACES,
+                    f"tenant {tenant} uses all its namespaces ({self._count_max}, with "
+                    f"{self._bytes_max} bytes of contracts); evict one or raise namespaces_max, "
+                    "which tenants have in equal parts",
+                )
         number, epoch = self._free_number(), self.epoch_floor
         made = Namespace(number, digest, tenant, contract, epoch, quota_bytes=self._quota_bytes)
         self._add(made)
@@ -245,45 +243,15 @@ class Namespaces:
         ]
         return sorted(pairs, key=lambda pair: (len(pair[1]), pair[0].number))[:count_max]
 
-    def _short(self, tenant: str, size: int) -> Share | None:
-        """The bound that keeps a tenant from a namespace with a contract of ``size`` bytes."""
-        if self._counted.room(tenant) < 1:
-            return Share.NAMESPACES
-        return Share.CONTRACT_BYTES if self._contracts.room(tenant) < size else None
-
-    def _make_room(self, tenant: str, short: Share, need: int) -> bool:
-        """Forget an empty or ended namespace: of the tenant that is furthest over its floor, or its
-        own.
-
-        Nobody's namespaces within the floor are forgotten for others: their copies on slower tiers
-        would be lost.
-        """
-        account = self._shares.accounts[short]
-        over = {t: account.used(t) - account.floor(t) for t in self._tenants()}
-        if account.used(tenant) + need > account.cap(tenant):
-            over = {}  # others' namespaces would not help
-        donors = {t: amount for t, amount in over.items() if amount > 0}
-        donors.setdefault(tenant, 0)
-        ordered = sorted(donors, key=lambda each: -donors[each])
-        return any(self._forget_of(each) for each in ordered)
-
-    def _tenants(self) -> Iterable[str]:
-        return {space.tenant for space in self._by_number.values()}
-
-    def _refusal(self, tenant: str, short: Share, need: int) -> KVHearthError:
-        account = self._shares.accounts[short]
-        if account.used_total + need <= account.total:
-            return self._shares.refusal(tenant, short)
-        return KVHearthError(
-            Reason.TOO_MANY_NAMESPACES,
-            f"{len(self)} namespaces are in use; evict one or raise namespaces_max",
-        )
+    def _is_full(self, tenant: str, size: int) -> bool:
+        """Whether a tenant has no room for a namespace with a contract of ``size`` bytes."""
+        mine = self._of(tenant)
+        taken = sum(len(space.contract_json) for space in mine)
+        return len(mine) >= self._count_max or taken + size > self._bytes_max
 
     def _add(self, namespace: Namespace) -> None:
         self._by_digest[namespace.digest] = namespace
         self._by_number[namespace.number] = namespace
-        self._counted.add(namespace.tenant, 1)
-        self._contracts.add(namespace.tenant, len(namespace.contract.to_json()))
         self._next = max(self._next, namespace.number + 1)
 
     def _free_number(self) -> int:
@@ -301,9 +269,12 @@ class Namespaces:
         for space in [each for each in self.ended.values() if each.unused]:
             self._forget(space)
 
+    def _of(self, tenant: str) -> list[Namespace]:
+        return [space for space in self._by_number.values() if space.tenant == tenant]
+
     def _forget_of(self, tenant: str) -> bool:
-        mine = [space for space in self._by_number.values() if space.tenant == tenant]
-        unused = [space for space in mine if space.unused]
+        """Forget an empty or ended namespace of a tenant; false if there is none."""
+        unused = [space for space in self._of(tenant) if space.unused]
         for space in [*unused, *(each for each in self.ended.values() if each.tenant == tenant)]:
             if not space.unused:
                 self.evict(space)
@@ -316,8 +287,6 @@ class Namespaces:
         del self._by_number[space.number]
         del self._by_digest[space.digest]
         self.ended.pop(space.number, None)
-        self._counted.add(space.tenant, -1)
-        self._contracts.add(space.tenant, -len(space.contract.to_json()))
         self.epoch_floor = max(self.epoch_floor, space.epoch + 1)
         self.version += 1
         self._forgotten(space.number)

@@ -19,7 +19,6 @@ from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.membership import quarantine, take_from_quarantine
 from kvhearth_server.core.namespaces import Namespace, check_epoch
 from kvhearth_server.core.removal import Cause
-from kvhearth_server.core.shares import Share
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, flat, require
 
@@ -154,8 +153,6 @@ class Writing:
         if not given and not work.left:
             group.forget_reservation(reservation_id)
             if work.short is not None:
-                if work.short is Reason.SHARE_EXCEEDED:
-                    state.shares.count_refusal(group.tenant, Share.RESERVED)
                 raise KVHearthError(work.short, _SHORT_TEXT[work.short])
         return Reserved(given, work.short, more=bool(work.left))
 
@@ -185,7 +182,7 @@ class Writing:
         )
         for room, reason in (
             (stock_room, Reason.STOCK_CAP),
-            (self._stock_share(group), Reason.SHARE_EXCEEDED),
+            (self._beside_others(group), Reason.STOCK_CAP),
             (hold_room(state, segment), Reason.HELD_CAP),
             (self._quota_share(namespace, block), Reason.QUOTA_EXCEEDED),
         ):
@@ -218,7 +215,7 @@ class Writing:
             return pool.take(slot_bytes, count * shards, nodes[0])
         return np.stack([pool.take(slot_bytes, count, node) for node in nodes], axis=1).reshape(-1)
 
-    def _stock_share(self, group: Group) -> int:
+    def _beside_others(self, group: Group) -> int:
         """Bytes that the engine may still reserve beside the other engines of its tenant.
 
         An engine that is alone may reserve what the other bounds allow. Beside others it may hold
@@ -228,14 +225,12 @@ class Writing:
         """
         state = self._state
         books = state.ledger.segments[group.segment]
-        cap = state.shares.part(group.tenant, Share.RESERVED).cap
-        whole = books.capacity * state.limits.held_fraction_max * cap
-        free = int(whole) - books.reserved - books.quarantined
         limits = state.limits
+        free = int(books.capacity * limits.held_fraction_max) - books.reserved - books.quarantined
         # An operator who lets one engine hold all that may be held wants no fairness among them.
         alone = books.reserved == group.stock_bytes
         if alone or limits.stock_fraction_max >= limits.held_fraction_max:
-            return free if cap < 1 else books.capacity
+            return books.capacity
         return (free - group.stock_bytes - group.quarantined_bytes) // 2
 
     def _quota_share(self, namespace: Namespace, block_bytes: int) -> int:
@@ -575,10 +570,9 @@ class Commit:
 
 _ABORTED = "this reservation was aborted"
 _SHORT_TEXT = {
-    Reason.STOCK_CAP: "the group holds as many reserved slots as it may; commit or abort some",
-    Reason.SHARE_EXCEEDED: (
-        "the engines of this tenant hold as many reserved slots as leaves room for others; commit "
-        "or abort some, or change reserved in tenant_shares"
+    Reason.STOCK_CAP: (
+        "the group holds as many reserved slots as it may, beside the tenant's other engines; "
+        "commit or abort some"
     ),
     Reason.HELD_CAP: "leases, stocks, pins and quarantine are at their cap; release some",
     Reason.QUOTA_EXCEEDED: (

@@ -17,14 +17,8 @@ from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Chains, Index
 from kvhearth_server.core.ledger import Ledger
 from kvhearth_server.core.lower_tier import LowerTier, WritebackQueue
-from kvhearth_server.core.namespaces import (
-    CONTRACT_BYTES_MAX,
-    NUMBER_MAX,
-    Namespace,
-    Namespaces,
-)
+from kvhearth_server.core.namespaces import Namespace, Namespaces
 from kvhearth_server.core.policies import PolicySet
-from kvhearth_server.core.shares import Share, Shares, TenantShares
 from kvhearth_server.core.slot_table import Geometry, SlabPool, SlotTable, State
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -53,7 +47,6 @@ class Limits:
     """Pins on one tenant's segment: one without any slot takes 500 bytes, too."""
     pin_ttl_max_s: float = 86400.0
     namespace_quota_bytes: int | None = None
-    shares: tuple[TenantShares, ...] = ()
 
 
 class CoreState:
@@ -80,9 +73,11 @@ class CoreState:
         self.writeback_queue = WritebackQueue(self.table, self.count)
         self.lower_tier: LowerTier | None = None
         self.policies = PolicySet(geometry.slot_count, limits.namespaces_max)
-        self.shares = Shares([s.tenant for s in geometry.segments])
         self.namespaces = Namespaces(
-            limits.namespaces_max, limits.namespace_quota_bytes, self.policies.drop, self.shares
+            limits.namespaces_max,
+            limits.namespace_quota_bytes,
+            self.policies.drop,
+            tenants=len(geometry.segments),
         )
         self.groups = Groups()
         self.ledger = Ledger(self.table)
@@ -98,15 +93,10 @@ class CoreState:
     def use(self, limits: Limits) -> None:
         """Set the bounds, at the start or while serving; what exceeds them stays until it ends."""
         self.limits = limits
-        totals = {
-            Share.SESSIONS: limits.sessions_max,
-            Share.NAMESPACES: min(limits.namespaces_max, NUMBER_MAX),
-            Share.CONTRACT_BYTES: CONTRACT_BYTES_MAX,
-            Share.LEASES: limits.sessions_max * limits.leases_max,
-        }
-        self.shares.allot(limits.shares, totals)
-        for tenant, segment in self.segment_of.items():
-            self.ledger.segments[segment].leases_max = self.shares.leases_max(tenant)
+
+    def part(self, total: int) -> int:
+        """A tenant's part of a bound that all tenants have in equal parts."""
+        return max(1, total // len(self.segment_of))
 
     def _slab_sized(self, slab: int, slot_bytes: int) -> None:
         self.actions.append(SlabSized(slab, slot_bytes))

@@ -55,7 +55,6 @@ from kvhearth_server.engine.recovery import (
 )
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.engine.tiering.manager import Tiering
-from kvhearth_server.engine.turns import Turns
 from kvhearth_server.engine.watch import Watch
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
@@ -142,7 +141,7 @@ class Engine:
             slab_nodes=arena.slab_nodes(),
         )
         self.journal = arena.journal(self.core.state.table)
-        self.sessions, self.turns = Sessions(), Turns()
+        self.sessions = Sessions()
         self.timings = CallTimings()
         self.reported = Reported()
         self.ticks = TickClock(self.started_at)
@@ -207,8 +206,8 @@ class Engine:
     def use(self, limits: Limits, ssd_bytes_per_day: int | None = None) -> None:
         """Use other bounds from now on, and another write budget unless it is None."""
         self.core.state.use(limits)
-        if self.tiering is not None:
-            self.tiering.use_shares(ssd_bytes_per_day)
+        if self.tiering is not None and ssd_bytes_per_day is not None:
+            self.tiering.tier.use_budget(ssd_bytes_per_day)
 
     # -- calls -------------------------------------------------------------------------------------
 

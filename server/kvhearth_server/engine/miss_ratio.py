@@ -123,8 +123,7 @@ class MissRatios:
         """Return a tenant's bytes of memory and of the SSD tier."""
         state, tiering = self._engine.core.state, self._engine.tiering
         memory = state.ledger.segments[state.segment_of[tenant]].capacity
-        on_ssd = {} if tiering is None else tiering.tier.tenants_use([tenant])
-        return memory, on_ssd[tenant].capacity_bytes if tenant in on_ssd else 0
+        return memory, 0 if tiering is None else tiering.tier.quota_bytes(tenant)
 
     def _limit(self, tenant: str) -> int:
         return int(FACTORS[-1] * max(self._capacities(tenant)))

@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.engine.turns import Turn
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,8 @@ class Session:
 
     ``lock_byte`` is -1 if the process mapped nothing. ``boot_id`` names the daemon run that it
     attached to; ``ghost`` marks a session of an earlier run. ``keys_max`` is the number of blocks
-    that a call may name; ``connections`` are those for calls; ``turn`` is its share of the loop's
-    time. ``identity`` names the remote peer that a gateway's session speaks for. ``heard_at`` is
-    when it last sent a heartbeat, or attached.
+    that a call may name; ``connections`` are those for calls. ``identity`` names the remote peer
+    that a gateway's session speaks for. ``heard_at`` is when it last sent a heartbeat, or attached.
     """
 
     number: int
@@ -74,10 +72,6 @@ class Session:
     identity: str = ""
     heard_at: float = 0.0
     connections: set[Connection] = field(default_factory=set)
-    turn: Turn = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.turn = Turn(self.tenant)
 
     def exited(self) -> bool | None:
         """Return whether the process has ended, or None if that cannot be determined."""

@@ -15,7 +15,6 @@ from pydantic import Field, TypeAdapter
 
 from kvhearth.version import __version__
 from kvhearth_server.core.groups import Group
-from kvhearth_server.core.shares import Share
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.miss_ratio import Curve
 from kvhearth_server.engine.namespace_series import OTHER, NamespaceNow
@@ -23,7 +22,7 @@ from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.engine.watch import Event
 from kvhearth_server.observability.counters import FALLBACK
 from kvhearth_server.observability.timings import CallTimings, Histogram
-from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
+from kvhearth_server.tiers.figures import RemoteFigures, TenantFigures, TierFigures
 
 ENGINES_SHOWN_MAX = 64
 """Upper bound on engines listed separately; the others are summed up as one."""
@@ -88,22 +87,6 @@ class EngineNow:
 
 
 @dataclass(frozen=True)
-class ShareNow:
-    """A tenant's part of a resource, in the resource's units.
-
-    ``room`` is what the tenant could still take now, as far as its share is concerned.
-    """
-
-    tenant: str
-    share: str
-    used: int
-    floor: int
-    cap: int
-    room: int
-    refused: int
-
-
-@dataclass(frozen=True)
 class SsdDirectory:
     """One directory of the SSD tier."""
 
@@ -121,6 +104,7 @@ class SsdStats:
     interface: Annotated[str, Field(description="Kernel interface that disk I/O goes through.")]
     interface_broken: Annotated[str, Field(description="What is wrong with it; empty for nothing.")]
     directories: list[SsdDirectory]
+    tenants: Annotated[list[TenantFigures], Field(description="Segment files, and quotas.")]
     blocks: Annotated[int, Field(description="What can be loaded.")]
     live_bytes: Annotated[int, Field(description="Payload of it.")]
     recovering: Annotated[bool, Field(description="The log of an earlier run is being read back.")]
@@ -161,7 +145,6 @@ class Stats:
     ssd: Annotated[SsdStats | None, Field(description="Null without an SSD tier.")]
     counters: dict[str, int]
     client_counters: Annotated[dict[str, int], Field(description="What clients told, summed.")]
-    shares: Annotated[list[ShareNow], Field(description="Tenants' parts of what is bounded.")]
     busiest_namespaces: Annotated[
         list[NamespaceNow], Field(description="At most 32 by name, all others together as other.")
     ]
@@ -254,7 +237,6 @@ def take_snapshot(engine: Engine) -> Snapshot:
         client_counters=dict(engine.reported.totals),
         timings=engine.timings,
         eviction_ages=engine.eviction_ages,
-        shares=take_shares(engine),
         engines=_engines(engine),
         recent=engine.watch.events(),
         rates=engine.watch.rates(),
@@ -262,51 +244,6 @@ def take_snapshot(engine: Engine) -> Snapshot:
         remotes=[] if tiering is None else list(tiering.tier.remote_figures()),
         publishing_blocks=engine.core.publishing.waiting,
     )
-
-
-def take_shares(engine: Engine) -> list[ShareNow]:
-    """Return each tenant's part of each resource; call on the loop."""
-    state = engine.core.state
-    shares, found = state.shares, list[ShareNow]()
-    for tenant in shares.tenants:
-        books = state.ledger.segments[state.segment_of[tenant]]
-        for share, account in shares.accounts.items():
-            numbers = account.used(tenant), account.floor(tenant), account.cap(tenant)
-            found.append(_share(engine, tenant, share, *numbers, account.room(tenant)))
-        most, floor = books.leases_max, shares.leases_floor(tenant)
-        found.append(
-            _share(engine, tenant, Share.LEASES, books.leases, floor, most, most - books.leases)
-        )
-        cap = shares.part(tenant, Share.RESERVED).cap * state.limits.held_fraction_max
-        most = int(books.capacity * cap)
-        room = most - books.reserved - books.quarantined
-        found.append(_share(engine, tenant, Share.RESERVED, books.reserved, 0, most, room))
-    return found + _ssd_shares(engine)
-
-
-def _ssd_shares(engine: Engine) -> list[ShareNow]:
-    """Return each tenant's part of the SSD tier and, if there is a write budget, of that."""
-    if engine.tiering is None:
-        return []
-    found = list[ShareNow]()
-    uses = engine.tiering.tier.tenants_use(engine.core.state.shares.tenants)
-    for tenant, use in uses.items():
-        room = use.capacity_bytes - use.bytes
-        numbers = use.bytes, use.floor_bytes, use.capacity_bytes, room
-        found.append(_share(engine, tenant, Share.SSD, *numbers))
-        if use.writes_cap_bytes:
-            of_writes = use.writes_bytes, use.writes_floor_bytes, use.writes_cap_bytes
-            found.append(
-                _share(engine, tenant, Share.SSD_WRITES, *of_writes, use.writes_room_bytes)
-            )
-    return found
-
-
-def _share(
-    engine: Engine, tenant: str, share: Share, used: int, floor: int, cap: int, room: int
-) -> ShareNow:
-    refused = engine.core.state.shares.refused.get((tenant, share), 0)
-    return ShareNow(tenant, str(share), used, floor, cap, max(0, room), refused)
 
 
 def _ssd(tiering: Tiering, tier: TierFigures) -> SsdStats:

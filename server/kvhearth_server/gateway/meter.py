@@ -100,7 +100,7 @@ class Meter:
         """Count a call or a data request.
 
         Raises:
-            KVHearthError: ``share_exceeded``.
+            KVHearthError: ``quota_exceeded``.
         """
         with self._lock:
             most = self._bounds.calls_per_s
@@ -112,7 +112,7 @@ class Meter:
             if self._calls < 1:
                 raise self._refusal(
                     "calls_per_s",
-                    Reason.SHARE_EXCEEDED,
+                    Reason.QUOTA_EXCEEDED,
                     f"makes more than {most} calls a second; slow down",
                 )
             self._calls -= 1

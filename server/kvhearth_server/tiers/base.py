@@ -341,20 +341,10 @@ class Offer:
     keys: list[bytes]
 
 
-@dataclass(frozen=True)
-class TierShares:
-    """Tenants' parts of a tier that they share.
-
-    Attributes:
-        owner_of: names the tenant whose lookups can find blocks of a namespace and weights epoch;
-            empty if none can any more.
-        floors: part of the capacity that others leave a tenant, 0 to 1.
-        write_floors: part of the write budget that others leave a tenant, 0 to 1.
-    """
-
-    owner_of: Callable[[bytes, int], str]
-    floors: Mapping[str, float]
-    write_floors: Mapping[str, float]
+OwnerOf = Callable[[bytes, int], str]
+"""Names the tenant whose lookups can find blocks of a namespace and weights epoch; empty if none
+can any more.
+"""
 
 
 class Identity(NamedTuple):
@@ -372,24 +362,6 @@ class Identity(NamedTuple):
 
 Identify = Callable[[BlockSpec], Identity | None]
 """Returns the identity of a family's blocks; None if a shared tier must not have them."""
-
-
-@dataclass(frozen=True)
-class TenantUse:
-    """A tenant's use of a tier, in bytes.
-
-    ``bytes`` on the drives of ``capacity_bytes``, of which ``floor_bytes`` are left to it;
-    ``writes_bytes`` of its ``writes_floor_bytes`` in the write budget are spent, and
-    ``writes_room_bytes`` could be written now; both are 0 without a budget.
-    """
-
-    bytes: int
-    floor_bytes: int
-    capacity_bytes: int
-    writes_bytes: int
-    writes_floor_bytes: int
-    writes_cap_bytes: int
-    writes_room_bytes: int
 
 
 class Tier(Protocol):
@@ -512,22 +484,23 @@ class Tier(Protocol):
         """Return the offers made since the last call; none by default."""
         return []
 
-    # -- shares ------------------------------------------------------------------------------------
+    # -- tenants -----------------------------------------------------------------------------------
 
-    def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
-        """Keep these parts for tenants from now on.
+    def use_owners(self, owner_of: OwnerOf) -> None:
+        """Name blocks' tenants by this function from now on, if the tier has quotas."""
+        return
 
-        Args:
-            bytes_per_day: a new write budget, 0 for no bound; None keeps the present one.
-        """
+    def use_budget(self, bytes_per_day: int) -> None:
+        """Write at most this from now on, if the tier wears; 0 for no bound."""
+        return
+
+    def quota_bytes(self, tenant: str) -> int:
+        """Return the bytes that a tenant may use; 0 for a tier without quotas."""
+        return 0
 
     def use_identities(self, identify: Identify) -> None:
         """Name blocks by this function from now on, if the tier is shared; it has none before."""
         return
-
-    def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
-        """Return the use by tenant; empty for a tier that tenants do not share by parts."""
-        return {}
 
     # -- status ------------------------------------------------------------------------------------
 

@@ -33,11 +33,10 @@ from kvhearth_server.tiers.base import (
     Missing,
     Offer,
     Outcome,
+    OwnerOf,
     StoreBatch,
-    TenantUse,
     Throttled,
     Tier,
-    TierShares,
     gather,
 )
 from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
@@ -361,18 +360,22 @@ class TierChain(Tier):
             evicted += tier.take_evicted()
         return evicted
 
-    # -- shares ------------------------------------------------------------------------------------
+    # -- tenants -----------------------------------------------------------------------------------
 
-    def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
+    def use_owners(self, owner_of: OwnerOf) -> None:
         for tier in self._tiers:
-            tier.use_shares(shares, bytes_per_day)
+            tier.use_owners(owner_of)
+
+    def use_budget(self, bytes_per_day: int) -> None:
+        for tier in self._tiers:
+            tier.use_budget(bytes_per_day)
 
     def use_identities(self, identify: Identify) -> None:
         for tier in self._tiers:
             tier.use_identities(identify)
 
-    def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
-        return next(filter(None, (tier.tenants_use(tenants) for tier in self._tiers)), {})
+    def quota_bytes(self, tenant: str) -> int:
+        return sum(tier.quota_bytes(tenant) for tier in self._tiers)
 
     # -- status ------------------------------------------------------------------------------------
 

@@ -27,12 +27,22 @@ class DirectoryFigures:
 
 
 @dataclass(frozen=True)
+class TenantFigures:
+    """A tenant's use of a tier: the bytes of its segment files, and its quota."""
+
+    tenant: str
+    used_bytes: int
+    quota_bytes: int
+
+
+@dataclass(frozen=True)
 class TierFigures:
     """Figures of a tier of files at one moment.
 
     Attributes:
         interface_broken: problem of the disk interface; empty for none.
         directories: all of them; those that could not be opened have no files.
+        tenants: those that have a quota.
         blocks, live_bytes: loadable blocks and their payload.
         files_found, files_recovered: segment files at the start; those read back so far.
         locked_files: files that requests of a dead daemon may still hold.
@@ -47,6 +57,7 @@ class TierFigures:
     interface: str
     interface_broken: str
     directories: list[DirectoryFigures]
+    tenants: list[TenantFigures]
     blocks: int
     live_bytes: int
     recovering: bool

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import re
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -162,17 +161,6 @@ class Dispatcher:
         finally:
             self._engine.run_deferred()
 
-    async def decide_in_turn(self, name: str, request: Any, session: Session) -> Any:
-        """Answer like ``decide``, once the session has time left."""
-        turns, turn = self._engine.turns, session.turn
-        if not turns.may_go(turn):
-            await turns.next(turn)
-        began = time.perf_counter()
-        try:
-            return self.decide(name, request, session)
-        finally:
-            turn.left_s -= time.perf_counter() - began
-
     def decide_deferred(self, name: str, request: Any, session: Session) -> Any:
         """Answer like ``decide``, but by ``Engine.call_deferred``; the reply may be ``Ready``."""
         group = self._engine.core.state.group_of(session.number)
@@ -302,7 +290,7 @@ class Dispatcher:
         engine, number = self._engine, request.reservation_id
         more = True
         while more:
-            await self._next_turn(caller)
+            await asyncio.sleep(0)
             try:
                 reserved = engine.call(
                     engine.core.writing.reserve_more,
@@ -319,14 +307,6 @@ class Dispatcher:
                 raise
             more = reserved.more
         return self._reserved(caller, reserved)
-
-    async def _next_turn(self, caller: CallContext) -> None:
-        """Let other sessions have their turns before the next portion of a call."""
-        session = self._engine.sessions.find(caller.session)
-        if session is None:
-            await asyncio.sleep(0)
-        else:
-            await self._engine.turns.next(session.turn)
 
     def _reserved(self, caller: CallContext, reserved: Reserved) -> cache_pb2.ReserveResponse:
         engine = self._engine
@@ -374,7 +354,7 @@ class Dispatcher:
     async def _commit_more(self, commit: Commit, caller: CallContext) -> cache_pb2.CommitResponse:
         """Bind in portions, and serve others in between."""
         while commit.unfinished:
-            await self._next_turn(caller)
+            await asyncio.sleep(0)
             hit("commit.between")
             self._engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
         return self._committed(commit)
@@ -455,7 +435,7 @@ class Dispatcher:
         self, request: cache_pb2.PrefetchRequest, caller: CallContext, items: list[KeysItem]
     ) -> cache_pb2.PrefetchResponse:
         """Ask for the blocks in portions, and serve others in between."""
-        await self._next_turn(caller)
+        await asyncio.sleep(0)
         reading = self._engine.core.reading
         found, promotion_queue, asking = reading.presence(caller.session, request.epoch, items)
         eta_us = self._request_promotion(
@@ -464,7 +444,7 @@ class Dispatcher:
         for asked in promotion_queue:
             rest: PromotionRequest | None = asked
             while rest is not None:
-                await self._next_turn(caller)
+                await asyncio.sleep(0)
                 portion, rest = rest.split(PREFETCHED_PER_TURN_MAX)
                 self._request_promotion([portion], caller, 0, go=True)
         return self._prefetched(request, found, eta_us)

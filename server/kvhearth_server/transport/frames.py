@@ -2,7 +2,7 @@
 read.
 
 A call whose work needs no waiting costs no task: its reply is written before the next event. A
-session that has used its time of a round waits for its next turn (``engine.turns``). Unfinished
+connection with many calls answers some, and the others after the loop's next cycle. Unfinished
 frames and unread replies of all connections have one budget.
 """
 
@@ -24,7 +24,6 @@ from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX, DoorShares
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Closed, Session
 from kvhearth_server.engine.supervisor import give_back_memory
-from kvhearth_server.engine.turns import Turn
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.ownership import listening
 from kvhearth_server.transport.dispatch import Dispatcher, failure
@@ -173,6 +172,8 @@ _TOKEN_BYTES_MAX = 256
 _REPLIES_WAITING_BYTES_MAX = 1 << 20
 _READ_BYTES = 64 * 1024
 _ACCEPTS_PER_TURN = 4
+_WORK_S = 0.0005
+"""Time of one cycle of the loop that a connection's calls take; a call that has begun goes on."""
 _ACCEPT_PAUSE_S = 0.05
 _log = get_logger("kvhearth.calls")
 _troubles = LimitedLog(_log)
@@ -239,8 +240,6 @@ class CallsServer:
         self._connections: set[_Connection] = set()
         self._unopened: dict[_Connection, None] = {}
         self.kept = Kept(KEPT_BYTES_MAX)
-        self.strangers = Turn()
-        """Turn that all connections without a session share."""
         self.inbox = memoryview(bytearray(_READ_BYTES))
         """Read buffer of all connections; each takes its bytes out before the next one reads."""
 
@@ -332,15 +331,12 @@ class _Connection(Stream):
         super().__init__(connection, server.inbox, _REPLIES_WAITING_BYTES_MAX)
         self._server = server
         self._engine = server.engine
-        self._turns = server.engine.turns
-        self._turn = server.strangers
         self._dispatcher = server.dispatcher
         self._calls: Mapping[int, tuple[str, int]] = {}
         self._buffer = bytearray()
-        self._read_began = 0.0
         self._token = ""
         self._session: Session | None = None
-        self._in_line = False
+        self._goes_on = False
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
             server.timeout_s, self._late
@@ -352,23 +348,11 @@ class _Connection(Stream):
         """Number of its session; 0 before it is opened."""
         return 0 if self._session is None else self._session.number
 
-    def _read(self) -> None:
-        if self._turn.queued:
-            self._wait_for_turn()
-        else:
-            self._read_in_turn()
-
-    def _read_in_turn(self) -> None:
-        self._read_began = time.perf_counter()
-        super()._read()
-
     def received(self, data: memoryview) -> None:
         """See ``Stream``."""
         if not self._answered_alone(data):
-            # To receive and to keep a part of a frame takes the session's time, as calls do.
             self._buffer += data
             self.kept()
-            self._turn.left_s -= time.perf_counter() - self._read_began
             self._work()
 
     def _answered_alone(self, data: memoryview) -> bool:
@@ -381,8 +365,6 @@ class _Connection(Stream):
         if self._buffer or len(data) < header.size:
             return False
         if self._task is not None or self.full or self.closing:
-            return False
-        if self._turn.left_s <= 0 and not self._turns.may_go(self._turn):
             return False
         size, kind, number = header.unpack_from(data)
         call = self._calls.get(kind)
@@ -443,12 +425,11 @@ class _Connection(Stream):
             self._refuse_and_close(KVHearthError(Reason.DEADLINE, message), why)
 
     def _work(self) -> None:
-        """Answer calls that have arrived whole while the session has time left; then wait for its
-        next turn.
-        """
+        """Answer calls that have arrived whole, for ``_WORK_S``; then let the loop go round."""
+        end = time.perf_counter() + _WORK_S
         while self._may_answer():
-            if not self._turns.may_go(self._turn):
-                self._wait_for_turn()
+            if time.perf_counter() > end:
+                self._go_on_later()
                 break
             if not self._answer_next():
                 if self._task is None and not self.full:
@@ -457,18 +438,16 @@ class _Connection(Stream):
                 break
         self.kept()
 
-    def _wait_for_turn(self) -> None:
-        """Read and answer nothing more until the session's next turn."""
+    def _go_on_later(self) -> None:
+        """Read and answer nothing more in this cycle of the loop."""
         self.read_on(False)
-        if not self._in_line:
-            self._in_line = True
-            self._turns.wait(self._turn, self._have_turn)
+        if not self._goes_on:
+            self._goes_on = True
+            self._loop.call_soon(self._go_on)
 
-    def _have_turn(self) -> None:
-        self._in_line = False
+    def _go_on(self) -> None:
+        self._goes_on = False
         self._work()
-        if self._reading:
-            self._read_in_turn()  # what came meanwhile belongs to this turn
 
     def _may_answer(self) -> bool:
         """Return False while a call is under way, replies pile up, or nothing follows."""
@@ -532,28 +511,25 @@ class _Connection(Stream):
             raise KVHearthError(Reason.PROTOCOL_VERSION, f"no call has the number {kind}")
 
     def _open(self, token: bytes) -> None:
-        began = time.perf_counter()
         self._server.kept.note(self, 0)  # what it keeps is its session's from now on
         try:
             self._token = token.decode("ascii", "replace")
             session = self._server.open(self, self._token)
-            self._session, self._turn = session, session.turn
+            self._session = session
             self._calls = self._dispatcher.body_bounds(session)
         except KVHearthError as error:
             self._refuse_and_close(error, Closed.BAD_OPENING)
             return
-        finally:
-            self._server.strangers.left_s -= time.perf_counter() - began
         self._reply(frames.DONE, 0, b"")
 
     def _answer(self, name: str, number: int, body: bytes) -> None:
         try:
-            self._turn.left_s -= self._answer_first(name, number, body)
+            self._answer_first(name, number, body)
         finally:
             self._engine.run_deferred()
 
-    def _answer_first(self, name: str, number: int, body: bytes) -> float:
-        """Answer, or begin to; return the seconds that it took."""
+    def _answer_first(self, name: str, number: int, body: bytes) -> None:
+        """Answer, or begin to."""
         began = time.perf_counter()
         try:
             # Check before parsing, and for every call: the session may have ended.
@@ -564,12 +540,13 @@ class _Connection(Stream):
                 name, self._dispatcher.parse(name, body), session
             )
         except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
-            return self._refuse(name, number, began, error)
+            self._refuse(name, number, began, error)
+            return
         if isinstance(reply, CoroutineType):
             self.read_on(False)
             self._task = self._loop.create_task(self._finish(name, number, began, reply))
-            return time.perf_counter() - began
-        return self._done(name, number, began, reply)
+            return
+        self._done(name, number, began, reply)
 
     async def _finish(
         self, name: str, number: int, began: float, work: Coroutine[Any, Any, Any]
@@ -581,22 +558,19 @@ class _Connection(Stream):
         else:
             self._done(name, number, began, reply)
         self._task = None
-        self._loop.call_soon(self._work)  # not here: this turn has done enough
+        self._go_on_later()  # not here: this turn has done enough
 
-    def _done(self, name: str, number: int, began: float, reply: Any) -> float:
+    def _done(self, name: str, number: int, began: float, reply: Any) -> None:
         self._reply(frames.DONE, number, reply.SerializeToString())
-        taken_s = time.perf_counter() - began
-        self._engine.timings.observe(name, "OK", taken_s)
-        return taken_s
+        self._engine.timings.observe(name, "OK", time.perf_counter() - began)
 
-    def _refuse(self, name: str, number: int, began: float, error: Exception) -> float:
+    def _refuse(self, name: str, number: int, began: float, error: Exception) -> None:
         refusal = failure(self._engine, error)
         self._reply(frames.REFUSED, number, encode_status(refusal))
-        taken_s = time.perf_counter() - began
-        self._engine.timings.observe(name, refusal.status.code.name, taken_s)
+        code = refusal.status.code.name
+        self._engine.timings.observe(name, code, time.perf_counter() - began)
         if isinstance(error, TooManyParts):
             self._close_after(Closed.TOO_MANY_PARTS)
-        return taken_s
 
     def _refuse_and_close(self, error: KVHearthError, why: Closed) -> None:
         """Send an error after which the stream is unusable, and close it."""

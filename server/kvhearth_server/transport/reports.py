@@ -24,7 +24,6 @@ from kvhearth_server.engine import operations
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.operations import Where
 from kvhearth_server.engine.sessions import Session as SessionRecord
-from kvhearth_server.engine.snapshot import ShareNow, take_shares
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.transport.messages import plain_text
 
@@ -235,7 +234,6 @@ class ContractPlace:
     namespace: str
     exists: bool
     nearest: list[NamespaceDifference]
-    shares: list[ShareNow]
 
 
 @dataclass(frozen=True)
@@ -432,9 +430,8 @@ def contract_place(engine: Engine, tenant: str, text: str) -> ContractPlace:
         )
         for space, fields in state.namespaces.explain(tenant, contract)
     ]
-    shares = [each for each in take_shares(engine) if each.tenant == tenant]
     known = state.namespaces.find(digest) is not None
-    return ContractPlace(engine.boot_id, digest.hex(), known, nearest, shares)
+    return ContractPlace(engine.boot_id, digest.hex(), known, nearest)
 
 
 def _digests(engine: Engine) -> dict[int, str]:

@@ -107,7 +107,7 @@ class RpcServer:
         try:
             session = self._dispatcher.admit(_token(context))
             request = self._dispatcher.parse(name, data)
-            reply = await self._dispatcher.decide_in_turn(name, request, session)
+            reply = self._dispatcher.decide(name, request, session)
             return await reply if isinstance(reply, Awaitable) else reply
         except Exception as error:  # noqa: BLE001 - a call's main: one call's bug is not the others'
             refusal = failure(self._engine, error)

@@ -16,7 +16,6 @@ from kvhearth_lab.bench.report import ratio_of, steps
 from kvhearth_lab.bench.ssd.blocks import Driven, Mover, Ticker
 from kvhearth_lab.bench.ssd.figures import BLOCK_BYTES, GB, Result, Sizes
 from kvhearth_lab.bench.ssd.raw import FAMILY, Slots
-from kvhearth_server.tiers.base import TierShares
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -80,9 +79,7 @@ async def _side(
         keyring=Keyring({"bench": [secrets.token_bytes(32)]}) if sealed else None,
     )
     tier = SsdTier(settings, [slots.bytes])
-    tier.use_shares(
-        TierShares(lambda name, epoch: "bench" if name == FAMILY.namespace else "", {}, {})
-    )
+    tier.use_owners(lambda name, epoch: "bench" if name == FAMILY.namespace else "")
     try:
         async with Driven(tier) as driven:
             await driven.settled()

@@ -19,12 +19,10 @@ from kvhearth_server.core.lookup import hit_blocks
 from kvhearth_server.core.lower_tier import Below, PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
-from kvhearth_server.core.shares import Share
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.engine.tiering.promotion import Ended, Promoter
 from kvhearth_server.engine.tiering.publishing import Publisher
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
-from kvhearth_server.engine.turns import Turns
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.timings import Histogram
 from kvhearth_server.tiers.base import (
@@ -34,7 +32,6 @@ from kvhearth_server.tiers.base import (
     Evicted,
     Kind,
     Tier,
-    TierShares,
 )
 from kvhearth_server.tiers.chain import TierChain
 
@@ -163,22 +160,12 @@ class Tiering:
         """Set when ``turn`` has something to do."""
         core.state.writeback_queue.on = not tiers[0].shared
         core.state.lower_tier = self
-        self.use_shares()
+        self.tier.use_owners(self._names.owner)
 
     def use_policy(self, policy: PublishPolicy) -> None:
         """Publish by this policy from now on, if there is a shared tier."""
         if self._shared is not None:
             self._core.publishing.use(policy, self._shared.life_s)
-
-    def use_shares(self, bytes_per_day: int | None = None) -> None:
-        """Give the tenants their present parts of the tiers; see ``Tier.use_shares``."""
-        shares = self._core.state.shares
-        floors, write_floors = (
-            {tenant: shares.part(tenant, share).floor for tenant in shares.tenants}
-            for share in (Share.SSD, Share.SSD_WRITES)
-        )
-        parts = TierShares(self._names.owner, floors, write_floors)
-        self.tier.use_shares(parts, bytes_per_day)
 
     # -- what lookups ask --------------------------------------------------------------------------
 
@@ -407,13 +394,13 @@ _TURN_S = 0.001
 begin of a load of ``promotion.BEGUN_AT_ONCE`` slots or of a store.
 """
 _CYCLES = 8
-"""Cycles of the loop between two turns while sessions wait, of which each serves one."""
+"""Cycles of the loop between two turns: a session that waits for its reply has several calls."""
 _PAUSE_S = 0.1
 """Longest time between two turns: only a turn notices a request that is stuck or due again."""
 _FLUSH_S = 0.01
 
 
-async def drive(tiering: Tiering, degraded: DegradedLog, turns: Turns) -> None:
+async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
     """Take turns for as long as the task lives."""
     loop = asyncio.get_running_loop()
     due, descriptor = tiering.due, tiering.tier.event_fd
@@ -428,7 +415,8 @@ async def drive(tiering: Tiering, degraded: DegradedLog, turns: Turns) -> None:
                 pass
             due.clear()
             tiering.turn(_TURN_S)
-            await turns.pass_on(_CYCLES)
+            for _ in range(_CYCLES):
+                await asyncio.sleep(0)
     finally:
         loop.remove_reader(descriptor)
 

@@ -11,7 +11,6 @@ from kvhearth_server.engine.namespace_series import NamespaceNow
 from kvhearth_server.engine.snapshot import (
     EngineNow,
     SegmentNow,
-    ShareNow,
     Snapshot,
 )
 from kvhearth_server.observability.counters import Counter
@@ -110,11 +109,6 @@ def of_namespaces(get: Callable[[NamespaceNow], float]) -> Read:
 def of_engines(get: Callable[[EngineNow], float]) -> Read:
     """Return a reader of one sample for each engine that is shown."""
     return lambda now: [((each.tenant, each.engine_id), get(each)) for each in now.engines]
-
-
-def of_shares(get: Callable[[ShareNow], float]) -> Read:
-    """Return a reader of one sample for each tenant and resource."""
-    return lambda now: [((each.tenant, each.share), get(each)) for each in now.shares]
 
 
 def reported(names: Mapping[str, str]) -> Read:

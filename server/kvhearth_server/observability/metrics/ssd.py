@@ -127,6 +127,20 @@ SSD: tuple[Metric, ...] = (
         ("directory",),
     ),
     Metric(
+        "kvhearth_ssd_tenant_bytes",
+        "Size of the segment files that hold a tenant's blocks.",
+        "A tenant at its quota loses its own coldest blocks, and no other tenant's.",
+        of_ssd(lambda tier: [((each.tenant,), each.used_bytes) for each in tier.tenants]),
+        ("tenant",),
+    ),
+    Metric(
+        "kvhearth_ssd_quota_bytes",
+        "Most that a tenant's segment files may take.",
+        "The whole that ssd_tenant_bytes is a part of.",
+        of_ssd(lambda tier: [((each.tenant,), each.quota_bytes) for each in tier.tenants]),
+        ("tenant",),
+    ),
+    Metric(
         "kvhearth_ssd_segments",
         "Segment files of a directory by state: busy (not read back yet), free, heading, open, "
         "sealing, sealed, reclaiming, lost (its device failed it).",

@@ -42,7 +42,6 @@ from kvhearth_server.tiers.base import (
     StoreBatch,
     Throttled,
     Tier,
-    TierShares,
     check_places,
     gather,
 )
@@ -223,7 +222,7 @@ class RemoteTier(Tier):
         identity = self._identify(family)
         tenant = identity.tenant if identity is not None else ""
         mine = self._by_tenant.setdefault(tenant, Counts())
-        if (held := self._bounds.held_back(tenant, now)) is not None:
+        if (held := self._bounds.held_back(now)) is not None:
             mine.add("refused_blocks", len(batch.keys))
             return self._refused("stores", len(batch.keys), held)
         keys = [batch.keys[row] for row in rows.tolist()]
@@ -243,7 +242,7 @@ class RemoteTier(Tier):
         hit("remote.put_submitted")
         self.counts.add("stores_present", len(batch.keys) - len(rows))
         self._inner[store.ticket] = ticket
-        self._bounds.take(tenant, size * len(rows), len(rows))
+        self._bounds.take(size * len(rows), len(rows))
         mine.add("sent_bytes", size * len(rows))
         return store.ticket
 
@@ -515,9 +514,6 @@ class RemoteTier(Tier):
     def take_evicted(self) -> list[Evicted]:
         evicted, self._evicted = self._evicted, []
         return evicted
-
-    def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
-        """Do nothing: what the fleet stores is bounded at the remote."""
 
     def _hashes(self, space: str, family: BlockSpec, keys: Sequence[bytes]) -> _U64:
         return self._hasher.hashes(keys, self._start(space, family))

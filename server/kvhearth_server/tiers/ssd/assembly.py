@@ -14,7 +14,7 @@ from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose, open_queue
 from kvhearth_server.tiers.ssd.disk.queues import DiskQueue
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.index import SsdIndex
-from kvhearth_server.tiers.ssd.log import FileWorker, HeaderPages, Log, LogDirectory
+from kvhearth_server.tiers.ssd.log import FileWorker, HeaderPages, Log, LogDirectory, TenantLog
 from kvhearth_server.tiers.ssd.reclaimer import REINSERT_PAGES, Reclaimer
 from kvhearth_server.tiers.ssd.recovery.restore import Progress, Restorer
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
@@ -68,9 +68,9 @@ class TierComponents:
 
     @property
     def needs_reclaim(self) -> bool:
-        """Whether a directory waits for the reclaimer's next turn."""
+        """Whether a log waits for the reclaimer's next turn."""
         now = self.clock()
-        return any(log_dir.needs_reclaim(now) for log_dir in self.log.log_dirs)
+        return any(log.needs_reclaim(now) for log in self.log.tenant_logs)
 
 
 def build(
@@ -141,8 +141,15 @@ def build(
 
 
 def _log_directory(each: Directory, executor: IoExecutor, settings: SsdSettings) -> LogDirectory:
-    worker, share = FileWorker(each, executor.event_fd), settings.carry_share
-    return LogDirectory(each, worker, count_max=each.segments_max, carry_share=share)
+    made = LogDirectory(each, FileWorker(each, executor.event_fd), each.segments_max)
+    quotas = {
+        tenant: int(each.segments_max * part + 1e-9) for tenant, part in settings.quotas.items()
+    }
+    if len(quotas) > 1:
+        quotas = {"": 0} | quotas
+    for tenant, most in (quotas or {"": each.segments_max}).items():
+        made.logs[tenant] = TenantLog(tenant, made, most, settings.carry_share if most else 0.0)
+    return made
 
 
 def _executor(queue: DiskQueue, settings: SsdSettings, clock: Callable[[], float]) -> IoExecutor:

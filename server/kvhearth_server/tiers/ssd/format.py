@@ -79,11 +79,14 @@ SEGMENT_DTYPE = np.dtype(
         ("segment_sequence", "<u8"),
         ("segment_bytes", "<u8"),
         ("opened_at", "<u8"),
-        ("padding", "V20"),
+        ("tenant_id", "<u8"),
+        ("padding", "V12"),
         ("crc", "<u4"),
     ]
 )
-"""First page of a segment. ``opened_at`` is Unix time in seconds, for people."""
+"""First page of a segment. ``opened_at`` is Unix time in seconds, for people; ``tenant_id`` is
+``id_of`` the tenant whose blocks the segment has.
+"""
 
 FOOTER_DTYPE = np.dtype(
     [
@@ -150,6 +153,7 @@ class SegmentHead:
     sequence: int
     segment_bytes: int
     opened_at: int
+    tenant_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,13 @@ class DirectoryHead:
 
     log_id: int
     segment_bytes: int
+
+
+def id_of(tenant: str) -> int:
+    """Return the number by which a segment names its tenant; 0 for none."""
+    if not tenant:
+        return 0
+    return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:8], "little")
 
 
 def key_id(secret: bytes) -> int:
@@ -198,6 +209,7 @@ def segment_page(head: SegmentHead) -> bytes:
     row["magic"], row["version"] = SEGMENT_MAGIC, VERSION
     row["log_id"], row["segment_sequence"] = head.log_id, head.sequence
     row["segment_bytes"], row["opened_at"] = head.segment_bytes, head.opened_at
+    row["tenant_id"] = head.tenant_id
     seal(row)
     return row.tobytes().ljust(PAGE_BYTES, b"\0")
 
@@ -245,7 +257,7 @@ def parse_segment_page(page: bytes | U8) -> SegmentHead | Doubt:
     row = _row(page, SEGMENT_DTYPE, SEGMENT_MAGIC)
     if isinstance(row, Doubt):
         return row
-    names = ("log_id", "segment_sequence", "segment_bytes", "opened_at")
+    names = ("log_id", "segment_sequence", "segment_bytes", "opened_at", "tenant_id")
     head = SegmentHead(*(int(row[name][0]) for name in names))
     return head if head.sequence <= LIVES_MAX else Doubt.DAMAGED
 

@@ -153,7 +153,6 @@ class SegmentRows:
     Attributes:
         live_blocks, live_bytes: bound blocks, and bytes of their payload.
         hot_pages: pages on the disk of the live blocks that were loaded since they were written.
-        pages: pages on the disk of the live blocks, by ``owner_numbers``.
     """
 
     def __init__(self) -> None:
@@ -164,7 +163,6 @@ class SegmentRows:
         self.live_blocks = 0
         self.live_bytes = 0
         self.hot_pages = 0
-        self.pages: dict[int, int] = {}
 
     def __len__(self) -> int:
         return self._count
@@ -211,8 +209,6 @@ class SegmentRows:
         self.live_blocks -= len(heads)
         self.live_bytes -= int(self.rows["length"][every].sum(dtype=np.int64))
         self.hot_pages -= self._hot(heads)
-        for owner, pages in pages_by_owner(self.rows[heads]).items():
-            self.pages[owner] -= pages
 
     def bury_one(self, head: int) -> None:
         """Mark one block as dead and drop its key, without most of numpy's cost of ``bury``."""
@@ -221,10 +217,8 @@ class SegmentRows:
         self.keys[head] = None
         self.live_blocks -= 1
         self.live_bytes -= int(self.rows["length"][span].sum(dtype=np.int64))
-        pages = int(disk_pages(self.rows[head : head + 1])[0])
-        self.pages[int(owner_numbers(self.rows[head : head + 1])[0])] -= pages
         if self.rows["hits"][head]:
-            self.hot_pages -= pages
+            self.hot_pages -= int(disk_pages(self.rows[head : head + 1])[0])
 
     def used(self, heads: I64) -> None:
         """Count a use of each live block; a block that is listed twice counts once."""
@@ -255,18 +249,6 @@ class SsdIndex:
     def live_bytes(self) -> int:
         """Payload bytes of all live blocks."""
         return sum(each.live_bytes for each in self.segments.values())
-
-    def pages(self) -> dict[tuple[bytes, int], int]:
-        """Return the pages on the disk of the live blocks, by namespace and weights epoch."""
-        found: dict[int, int] = {}
-        for table in self.segments.values():
-            for number, pages in table.pages.items():
-                found[number] = found.get(number, 0) + pages
-        return {self.owner(number): pages for number, pages in found.items()}
-
-    def owner(self, number: int) -> tuple[bytes, int]:
-        """Return namespace and weights epoch of one of ``owner_numbers``."""
-        return self._namespaces[number >> 32], number & 0xFFFFFFFF
 
     def number_of(self, namespace: bytes) -> int:
         """Return the namespace's number here, assigned at first use; -1 if there are too many."""
@@ -387,8 +369,6 @@ class SsdIndex:
         table = self.segments.setdefault(segment, SegmentRows())
         table.live_blocks += len(rows)
         table.live_bytes += int(rows["length"].sum(dtype=np.int64))
-        for owner, pages in pages_by_owner(rows[:, 0]).items():
-            table.pages[owner] = table.pages.get(owner, 0) + pages
         return table.append(rows, keys)
 
     def _bury_losers(self, found: KeyMap, table: SegmentRows, segment: int, first: int) -> None:
@@ -504,30 +484,12 @@ class SsdIndex:
             heads, hot = len(first), int(disk_pages(first[first["hits"] > 0]).sum())
             size = int(rows["length"][rows["live"] > 0].sum(dtype=np.int64))
             named = sum(key is not None for key in table.keys.tolist())
-            owned = {number: pages for number, pages in table.pages.items() if pages}
-            if owned != pages_by_owner(first):
-                raise ValueError(f"segment {segment}: {owned} pages by owner are booked")
             totals = (table.live_blocks, table.live_bytes, heads, table.hot_pages)
             if (heads, size, named, hot) != totals:
                 raise ValueError(f"segment {segment}: {heads} blocks of {size} bytes are live")
         live = sum(table.live_blocks for table in self.segments.values())
         if live != bound:
             raise ValueError(f"{bound} keys are bound, {live} blocks are live")
-
-
-def owner_numbers(heads: Records) -> I64:
-    """Return numbers of namespace and weights epoch of blocks, by their first rows."""
-    found: I64 = (heads["family"].astype(np.int64) >> 8 << 32) + heads["epoch"].astype(np.int64)
-    return found
-
-
-def pages_by_owner(heads: Records) -> dict[int, int]:
-    """Return the pages on the disk of blocks, given by their first rows, by ``owner_numbers``."""
-    numbers, pages = owner_numbers(heads), disk_pages(heads)
-    one = _only(numbers)
-    if one is not None:
-        return {one: int(pages.sum())}
-    return {each: int(pages[numbers == each].sum()) for each in np.unique(numbers).tolist()}
 
 
 def _live(table: SegmentRows, head: int, family: int) -> bool:

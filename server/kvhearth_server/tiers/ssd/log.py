@@ -25,6 +25,7 @@ from kvhearth_server.tiers.ssd.format import (
     RECORD_BYTES,
     SegmentHead,
     footer_pages,
+    id_of,
     segment_page,
     write_footer,
 )
@@ -143,41 +144,36 @@ _AHEAD_S = 10.0
 
 
 @dataclass(eq=False)
-class LogDirectory:
-    """A directory with its open segment and the segments that follow it.
+class TenantLog:
+    """One tenant's segments in one directory: the open one, and those that follow it.
 
     Attributes:
+        segments_max: the tenant's quota.
+        held: number of its segments in any state but free.
         ready: the next segments in their order; the first pages of some are still being written.
         sealing: number of segments that are full but not wholly written.
         carry_share: largest share of a segment for hot blocks that are carried.
-        keep_share: largest share of a segment for blocks that are carried because others leave
-            their tenant this part of the tier.
         ahead, ahead_until: recent maximum of ``sealing``, and the time until which it counts.
     """
 
-    directory: Directory
-    file_worker: FileWorker
-    count_max: int
+    tenant: str
+    log_dir: LogDirectory
+    segments_max: int
     carry_share: float
-    keep_share: float = 0.0
+    held: int = 0
     open: Segment | None = None
     ready: deque[Segment] = field(default_factory=deque)
     sealing: int = 0
     ahead: int = 0
     ahead_until: float = 0.0
-    retry_at: float = 0.0
-    free: list[Segment] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tenant_id = id_of(self.tenant)
 
     @property
     def carry_pages(self) -> int:
         """Most pages of hot blocks that are carried from a segment."""
-        return int(self.directory.segment_bytes // PAGE_BYTES * self.carry_share)
-
-    @property
-    def keep_pages(self) -> int:
-        """Pages of an open segment that are kept for carried blocks."""
-        share = max(self.carry_share, self.keep_share)
-        return int(self.directory.segment_bytes // PAGE_BYTES * share)
+        return int(self.log_dir.directory.segment_bytes // PAGE_BYTES * self.carry_share)
 
     def closed(self, now: float) -> None:
         """Count a segment that is full but not wholly written yet."""
@@ -188,28 +184,60 @@ class LogDirectory:
     def ready_wanted(self, now: float) -> int:
         """Return how many segments should be ready: one more than the recent maximum of segments
         being sealed, because places are given out ahead of the drive. At most an eighth of the
-        files, because ready segments hold nothing.
+        quota, because ready segments hold nothing.
         """
+        if not self.segments_max:
+            return 0
         ahead = self.ahead if now < self.ahead_until else self.sealing
-        return max(1, min(1 + ahead, self.count_max // 8, _READY_MAX))
+        return max(1, min(1 + ahead, self.segments_max // 8, _READY_MAX))
 
     def kept_pages(self, *, carried: bool) -> int:
         """Return the pages of the open segment that a new or carried block must leave free."""
-        return 0 if carried or self.ready else self.keep_pages
+        return 0 if carried or self.ready else self.carry_pages
 
     @property
-    def over_capacity(self) -> bool:
-        """Whether there are more files than allowed, because the capacity was lowered."""
-        return self.directory.writable and len(self.directory.segments) > self.count_max
+    def over_quota(self) -> bool:
+        """Whether it has more segments than allowed, because the quota was lowered."""
+        return self.log_dir.directory.writable and self.held > self.segments_max
 
     def needs_reclaim(self, now: float) -> bool:
         """Whether too few segments are ready, and only reclaiming can provide more."""
-        if self.over_capacity and not self.file_worker.busy:
+        if self.log_dir.file_worker.busy:
+            return False
+        if self.over_quota:
             return True
+        full = self.held >= self.segments_max or self.log_dir.is_full(now)
+        return full and len(self.ready) < self.ready_wanted(now)
+
+
+@dataclass(eq=False)
+class LogDirectory:
+    """A directory with the logs of its tenants.
+
+    Attributes:
+        segments_max: most files.
+        logs: by tenant; "" has the segments that no tenant may use, and no quota.
+        free: segments that hold nothing, for any tenant.
+        retry_at: time before which no file is made.
+    """
+
+    directory: Directory
+    file_worker: FileWorker
+    segments_max: int
+    logs: dict[str, TenantLog] = field(default_factory=dict)
+    free: list[Segment] = field(default_factory=list)
+    retry_at: float = 0.0
+
+    def log_of(self, tenant_id: int) -> TenantLog:
+        """Return the log to which a segment of a tenant belongs; a tenant alone has them all."""
+        logs = list(self.logs.values())
+        named = (log for log in logs[1:] if log.tenant_id == tenant_id)
+        return logs[0] if len(logs) == 1 else next(named, logs[0])
+
+    def is_full(self, now: float) -> bool:
+        """Whether no segment is free, and none can be made."""
         files = len(self.directory.segments)
-        full = files >= self.count_max or now < self.retry_at
-        ready = len(self.ready) + len(self.free)
-        return ready < self.ready_wanted(now) and full and not self.file_worker.busy
+        return not self.free and (files >= self.segments_max or now < self.retry_at)
 
 
 class PageWriter:
@@ -284,6 +312,11 @@ class Log:
         self._turn = itertools.cycle(range(len(log_dirs)))
         self._numbers = itertools.count(1)
 
+    @property
+    def tenant_logs(self) -> list[TenantLog]:
+        """The logs of all directories."""
+        return [log for log_dir in self.log_dirs for log in log_dir.logs.values()]
+
     def new_number(self) -> int:
         """Return a new segment number."""
         return next(self._numbers)
@@ -295,22 +328,25 @@ class Log:
         if segment.state is SegmentState.FREE and segment.damaged and segment.directory.writable:
             self.remove(segment)
         elif segment.state is SegmentState.FREE:
-            self._lane_of(segment).free.append(segment)
-        elif segment.state is SegmentState.SEALING:
-            self._close(segment)
+            self._directory_of(segment).free.append(segment)
+        else:
+            self.log_of(segment).held += 1
 
     def resume(self, segment: Segment) -> None:
         """Continue appending to a segment that a dead daemon left unfinished."""
-        log_dir = self._lane_of(segment)
-        if log_dir.open is None:
-            segment.state, log_dir.open = SegmentState.OPEN, segment
+        log = self.log_of(segment)
+        if log.open is None and log.segments_max:
+            segment.state, log.open = SegmentState.OPEN, segment
         else:
             self._close(segment)
 
     @property
     def has_place(self) -> bool:
         """Whether any directory has a segment that can be filled, or filled further."""
-        return any(log_dir.free or log_dir.open for log_dir in self.log_dirs)
+        return any(
+            log_dir.free or any(log.open for log in log_dir.logs.values())
+            for log_dir in self.log_dirs
+        )
 
     def begin(self, youngest: int = 0) -> None:
         """Allow new segments to be opened, once the sequences of all readable segments are known.
@@ -330,11 +366,13 @@ class Log:
 
     # -- places ------------------------------------------------------------------------------------
 
-    def allocate(self, pages: int, records: int, count: int, *, carried: bool = False) -> list[Run]:
+    def allocate(
+        self, tenant: str, pages: int, records: int, count: int, *, carried: bool = False
+    ) -> list[Run]:
         """Allocate places for up to ``count`` blocks of ``pages`` pages and ``records`` records
-        each.
+        each; none for a tenant without a quota.
 
-        While a directory has no next segment, part of its open one is kept for ``carried`` blocks:
+        While a log has no next segment, part of its open one is kept for ``carried`` blocks:
         otherwise new blocks would leave those no room, and everything hot would be lost.
 
         Each run holds its segment like a write in flight: call ``ended`` once its writes are
@@ -345,13 +383,13 @@ class Log:
         stripe = count if alone else max(1, _STRIPE_BYTES // (pages * PAGE_BYTES))
         misses = 0
         while count and misses < len(self.log_dirs):
-            log_dir = self.log_dirs[next(self._turn)]
-            segment = self._writable(log_dir, pages, records, carried)
-            if segment is None:
+            log = self.log_dirs[next(self._turn)].logs.get(tenant)
+            segment = self._writable(log, pages, records, carried) if log is not None else None
+            if log is None or segment is None:
                 misses += 1
                 continue
             misses = 0
-            keep = log_dir.kept_pages(carried=carried)
+            keep = log.kept_pages(carried=carried)
             take = min(count, stripe, segment.room_for(pages, records, keep))
             runs.append(Run(segment, segment.end, take))
             segment.writes += 1
@@ -360,39 +398,24 @@ class Log:
             count -= take
         return runs
 
-    def place_is_coming(self, pages: int, records: int) -> bool:
-        """Whether no carried block of this size finds a place now, but one will soon: the first
-        page of a directory's next segment is being written.
-        """
-        coming = False
-        for log_dir in self.log_dirs:
-            if log_dir.directory.writable and log_dir.directory.health.may_write(self._clock()):
-                if log_dir.open is not None and log_dir.open.room_for(pages, records):
-                    return False
-                if log_dir.ready and log_dir.ready[0].state is SegmentState.OPEN:
-                    return False
-                coming |= bool(log_dir.ready)
-        return coming
-
-    def _writable(
-        self, log_dir: LogDirectory, pages: int, records: int, carried: bool
-    ) -> Segment | None:
-        if not log_dir.directory.writable or not log_dir.directory.health.may_write(self._clock()):
+    def _writable(self, log: TenantLog, pages: int, records: int, carried: bool) -> Segment | None:
+        files = log.log_dir.directory
+        if not files.writable or not files.health.may_write(self._clock()):
             return None
         # Only the first segment counts: a segment's sequence in the log says how young its blocks
         # are.
-        ready = bool(log_dir.ready) and log_dir.ready[0].state is SegmentState.OPEN
-        full = log_dir.open is not None and not log_dir.open.room_for(pages, records)
-        if full and log_dir.open is not None:
-            if not ready or not _empty(log_dir).room_for(pages, records):
+        ready = bool(log.ready) and log.ready[0].state is SegmentState.OPEN
+        full = log.open is not None and not log.open.room_for(pages, records)
+        if full and log.open is not None:
+            if not ready or not _empty(log.log_dir).room_for(pages, records):
                 return None  # no next segment, or the block is too large for any segment here
-            self._close(log_dir.open)
-            log_dir.open = None
-        if log_dir.open is None and ready:
-            log_dir.open = log_dir.ready.popleft()
-            self._prepare(log_dir)
-        found = log_dir.open
-        if found is None or not found.room_for(pages, records, log_dir.kept_pages(carried=carried)):
+            self._close(log.open)
+            log.open = None
+        if log.open is None and ready:
+            log.open = log.ready.popleft()
+            self._prepare(log)
+        found = log.open
+        if found is None or not found.room_for(pages, records, log.kept_pages(carried=carried)):
             return None
         return found
 
@@ -409,7 +432,7 @@ class Log:
     def _close(self, segment: Segment) -> None:
         """Stop giving out places in a segment."""
         segment.state = SegmentState.SEALING
-        self._lane_of(segment).closed(self._clock())
+        self.log_of(segment).closed(self._clock())
         self.seal(segment)
 
     def seal(self, segment: Segment) -> None:
@@ -425,7 +448,7 @@ class Log:
 
     def _sealed(self, segment: Segment, job: Job) -> None:
         segment.writes -= 1
-        self._lane_of(segment).sealing -= 1
+        self.log_of(segment).sealing -= 1
         self._pages.note(segment.directory, job)
         # Without its footer a segment is recovered from its record headers.
         self._counts.add("segments_sealed" if job.good else "footers_failed")
@@ -434,19 +457,21 @@ class Log:
 
     def release(self, segment: Segment) -> None:
         """Make a segment reusable that has no live block and no reader."""
-        log_dir = self._lane_of(segment)
+        log = self.log_of(segment)
+        log.held -= 1
         self._counts.add("segments_reclaimed")
-        if segment.damaged or log_dir.over_capacity:
-            self.remove(segment)
-            return
         segment.state = SegmentState.FREE
-        log_dir.free.append(segment)
-        self._prepare(log_dir)
+        log.log_dir.free.append(segment)
+        if segment.damaged:
+            self.remove(segment)
+        self.tick()
 
     def remove(self, segment: Segment) -> None:
-        """Delete a file permanently."""
-        log_dir = self._lane_of(segment)
+        """Delete a free file permanently."""
+        log_dir = self._directory_of(segment)
         segment.state = SegmentState.LOST
+        if segment in log_dir.free:
+            log_dir.free.remove(segment)
         log_dir.directory.segments.remove(segment)
         del self.segments[segment.number]
 
@@ -459,42 +484,46 @@ class Log:
     # -- the beginning of a segment ----------------------------------------------------------------
 
     def tick(self) -> None:
-        """Take over newly made files, and ensure that every directory has its next segment."""
+        """Take over newly made files, and ensure that every log has its next segment."""
         for log_dir in self.log_dirs:
             log_dir.file_worker.poll()
-            while log_dir.over_capacity and log_dir.free:
-                self.remove(log_dir.free.pop())
-            self._prepare(log_dir)
+            files = log_dir.directory
+            while log_dir.free and files.writable and len(files.segments) > log_dir.segments_max:
+                self.remove(log_dir.free[-1])
+            for log in log_dir.logs.values():
+                self._prepare(log)
 
-    def _prepare(self, log_dir: LogDirectory) -> None:
-        now = self._clock()
-        directory = log_dir.directory
-        if self.draining or self.paused or not directory.writable:
+    def _prepare(self, log: TenantLog) -> None:
+        now, log_dir = self._clock(), log.log_dir
+        files = log_dir.directory
+        if self.draining or self.paused or not files.writable:
             return
-        if not directory.health.may_write(now):
+        if not files.health.may_write(now):
             return
-        wanted = log_dir.ready_wanted(now)
-        while log_dir.free and len(log_dir.ready) < wanted:
-            self._head(log_dir, log_dir.free.pop())
+        wanted = log.ready_wanted(now)
+        while log_dir.free and len(log.ready) < wanted and log.held < log.segments_max:
+            self._head(log, log_dir.free.pop())
         if (
-            len(log_dir.ready) < wanted
-            and len(directory.segments) < log_dir.count_max
+            len(log.ready) < wanted
+            and log.held < log.segments_max
+            and not log_dir.is_full(now)
             and not log_dir.file_worker.busy
-            and now >= log_dir.retry_at
         ):
-            number = self.new_number()
-            size, flush = directory.segment_bytes, self._settings.flush
-            # A file that is not prewritten is slower at first, but its blocks are written only
-            # once.
-            prewrite = self._settings.prewrite and self.wear.budget.has(size, now)
-            prewritten = size if prewrite else 0
-            # Spend at once: otherwise other directories and blocks would spend the same bytes
-            # meanwhile.
-            self.wear.budget.spend(prewritten, now)
-            log_dir.file_worker.start(
-                lambda: directory.create_segment(number, prewrite=prewrite, flush=flush),
-                lambda result: self._created(log_dir, result, prewritten),
-            )
+            self._make_file(log_dir, now)
+
+    def _make_file(self, log_dir: LogDirectory, now: float) -> None:
+        number, files = self.new_number(), log_dir.directory
+        size, flush = files.segment_bytes, self._settings.flush
+        # A file that is not prewritten is slower at first, but its blocks are written only once.
+        prewrite = self._settings.prewrite and self.wear.budget.has(size, now)
+        prewritten = size if prewrite else 0
+        # Spend at once: otherwise other directories and blocks would spend the same bytes
+        # meanwhile.
+        self.wear.budget.spend(prewritten, now)
+        log_dir.file_worker.start(
+            lambda: files.create_segment(number, prewrite=prewrite, flush=flush),
+            lambda result: self._created(log_dir, result, prewritten),
+        )
 
     def _created(self, log_dir: LogDirectory, result: Result, prewritten: int) -> None:
         if isinstance(result, Segment):
@@ -518,37 +547,45 @@ class Log:
             log_dir.retry_at = now + health.retry_after_s(now)
         self._counts.add("segments_not_made")
 
-    def _head(self, log_dir: LogDirectory, segment: Segment) -> None:
+    def _head(self, log: TenantLog, segment: Segment) -> None:
+        files = log.log_dir.directory
         head = SegmentHead(
-            log_dir.directory.log_id,
+            files.log_id,
             self.next_sequence,
-            log_dir.directory.segment_bytes,
+            files.segment_bytes,
             int(time.time()),
+            log.tenant_id,
         )
         self.next_sequence += 1
         segment.restart(head)
         segment.state = SegmentState.WRITING_HEADER
-        log_dir.ready.append(segment)
+        log.held += 1
+        log.ready.append(segment)
         segment.writes += 1
         self._pages.write(
             segment,
             Buffer(segment_page(head)),
             0,
-            lambda job: self._header_written(log_dir, segment, job),
+            lambda job: self._header_written(log, segment, job),
         )
 
-    def _header_written(self, log_dir: LogDirectory, segment: Segment, job: Job) -> None:
+    def _header_written(self, log: TenantLog, segment: Segment, job: Job) -> None:
         segment.writes -= 1
-        self._pages.note(log_dir.directory, job)
+        self._pages.note(segment.directory, job)
         if job.good:
             segment.state = SegmentState.OPEN
             return
         segment.state = SegmentState.FREE
-        log_dir.ready.remove(segment)
-        log_dir.free.append(segment)
+        log.ready.remove(segment)
+        log.held -= 1
+        log.log_dir.free.append(segment)
 
-    def _lane_of(self, segment: Segment) -> LogDirectory:
-        return next(log_dir for log_dir in self.log_dirs if log_dir.directory is segment.directory)
+    def log_of(self, segment: Segment) -> TenantLog:
+        """Return the log that a segment in any state but free belongs to."""
+        return self._directory_of(segment).log_of(segment.head.tenant_id)
+
+    def _directory_of(self, segment: Segment) -> LogDirectory:
+        return next(each for each in self.log_dirs if each.directory is segment.directory)
 
 
 def _empty(log_dir: LogDirectory) -> Segment:

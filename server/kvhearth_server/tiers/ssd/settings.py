@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,8 @@ class SsdSettings:
         bytes_per_day: most bytes of any kind written to all directories together, 0 for no bound.
             Over any span of time a debt of one segment may be added.
         carry_share: largest share of a segment that is carried over when it is reclaimed.
+        quotas: part of each directory that a tenant may use, 0 to 1; empty for one tenant, which
+            needs no name.
         slow_s: a request that takes longer makes the tier degraded.
         stuck_s: a request that takes longer is reported stuck.
         open_s: a directory that takes longer to open is not used.
@@ -120,6 +123,7 @@ class SsdSettings:
     prewrite: bool = False
     bytes_per_day: int = 0
     carry_share: float = 0.25
+    quotas: Mapping[str, float] = field(default_factory=dict)
     slow_s: float = 1.0
     stuck_s: float = 5.0
     open_s: float = 10.0

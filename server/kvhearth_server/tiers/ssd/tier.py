@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +29,14 @@ from kvhearth_server.tiers.base import (
     LoadBatch,
     Missing,
     Offer,
+    OwnerOf,
     Refusal,
     StoreBatch,
-    TenantUse,
     Throttled,
     Tier,
-    TierShares,
     check_places,
 )
-from kvhearth_server.tiers.figures import DirectoryFigures, TierFigures
+from kvhearth_server.tiers.figures import DirectoryFigures, TenantFigures, TierFigures
 from kvhearth_server.tiers.ssd.assembly import Environment, build
 from kvhearth_server.tiers.ssd.directory import INTERFACE, UNUSABLE, Directory, SegmentState
 from kvhearth_server.tiers.ssd.disk.executor import Job
@@ -144,7 +143,7 @@ class SsdTier(Tier):
         self._budget = self.parts.log.wear.budget
         self._files_found = sum(len(each.directory.segments) for each in self.parts.log.log_dirs)
         self._watch = Watch(self.parts.log, self.counts, settings.slow_s, settings.stuck_s)
-        self._shares: TierShares | None = None
+        self._owner_of: OwnerOf = lambda namespace, epoch: ""
         self._tasks: dict[int, Task] = {}
         self._completions: list[Completion] = []
         self._next_ticket = 1
@@ -184,7 +183,8 @@ class SsdTier(Tier):
         self.counts.add("stores_present", int(present.sum()))
         wanted = self._admitted(task, batch, absent)
         if len(wanted):
-            left = self.parts.transfers.store(task, batch, wanted)
+            tenant = self._tenant_of(family)
+            left = self.parts.transfers.store(tenant, task, batch, wanted)
             if len(left):
                 refusal = _counted(self.counts, "stores", self._no_place(family), len(left))
                 task.resolve(left.tolist(), refusal)
@@ -288,8 +288,7 @@ class SsdTier(Tier):
             return rows
         now = self._clock()
         size = _disk_bytes(family)
-        tenant = self._shares.owner_of(family.namespace, family.epoch) if self._shares else ""
-        through = self._budget.take(size, len(rows), now, tenant)
+        through = self._budget.take(size, len(rows), now)
         if through < len(rows):
             out_of = Throttled(Refusal.BUDGET, self._budget.wait_s(now))
             task.resolve(rows[through:].tolist(), out_of)
@@ -346,37 +345,35 @@ class SsdTier(Tier):
     def take_offers(self) -> list[Offer]:
         return self.parts.reclaimer.take_offers()
 
-    def use_shares(self, shares: TierShares, bytes_per_day: int | None = None) -> None:
-        self._shares = shares
-        self._budget.allot(shares.write_floors, bytes_per_day, self._clock())
-        self.parts.reclaimer.use_shares(shares)
+    def use_owners(self, owner_of: OwnerOf) -> None:
+        self._owner_of = owner_of
         if self.parts.settings.keyring is not None:
-            self.parts.settings.keyring.owner_of = shares.owner_of
+            self.parts.settings.keyring.owner_of = owner_of
 
-    def tenants_use(self, tenants: Sequence[str]) -> Mapping[str, TenantUse]:
-        shares = self._shares
-        if shares is None:
-            return {}
-        now, capacity = self._clock(), self.parts.reclaimer.capacity_pages * PAGE_BYTES
-        pages = dict.fromkeys(tenants, 0)
-        for name, count in self.parts.index.pages().items():
-            tenant = shares.owner_of(*name)
-            if tenant in pages:
-                pages[tenant] += count
-        found = dict[str, TenantUse]()
-        for tenant in tenants:
-            left, reserve = self._budget.reserve(tenant, now)
-            bounded = not self._budget.unbounded
-            found[tenant] = TenantUse(
-                pages[tenant] * PAGE_BYTES,
-                int(capacity * shares.floors.get(tenant, 0.0)),
-                capacity,
-                reserve - left,
-                reserve,
-                self._budget.size if bounded else 0,
-                max(0, self._budget.room(tenant, now)) if bounded else 0,
-            )
-        return found
+    def use_budget(self, bytes_per_day: int) -> None:
+        self._budget.use(bytes_per_day, self._clock())
+
+    def quota_bytes(self, tenant: str) -> int:
+        return sum(each.quota_bytes for each in self._tenants() if each.tenant == tenant)
+
+    def _tenant_of(self, family: BlockSpec) -> str:
+        """Return the tenant whose log gets a family's blocks; a tenant alone has the only log."""
+        logs = self.parts.log.log_dirs[0].logs
+        if len(logs) == 1:
+            return next(iter(logs))
+        return self._owner_of(family.namespace, family.epoch)
+
+    def _tenants(self) -> list[TenantFigures]:
+        """Return what each tenant with a quota uses of it."""
+        found: dict[str, TenantFigures] = {}
+        for log in self.parts.log.tenant_logs:
+            if log.segments_max:
+                size = log.log_dir.directory.segment_bytes
+                before = found.get(log.tenant, TenantFigures(log.tenant, 0, 0))
+                used, most = log.held * size, log.segments_max * size
+                used, most = before.used_bytes + used, before.quota_bytes + most
+                found[log.tenant] = TenantFigures(log.tenant, used, most)
+        return list(found.values())
 
     @property
     def loads_of_the_dead(self) -> bool:
@@ -449,6 +446,7 @@ class SsdTier(Tier):
                 *(self._directory(log_dir, now) for log_dir in parts.log.log_dirs),
                 *unusable,
             ],
+            tenants=self._tenants(),
             blocks=self.blocks,
             live_bytes=parts.index.live_bytes,
             recovering=self.recovering,

@@ -175,15 +175,18 @@ class Transfers:
 
     # -- stores ------------------------------------------------------------------------------------
 
-    def store(self, task: Task, batch: StoreBatch, rows: I64) -> I64:
-        """Begin to write rows of a batch; return those without place. Header pages must be free."""
+    def store(self, tenant: str, task: Task, batch: StoreBatch, rows: I64) -> I64:
+        """Begin to write rows of a tenant's batch; return those without place. Header pages must be
+        free.
+        """
         family = batch.family
         keyring = self._settings.keyring
         if keyring is not None and keyring.writer(family) is None:
             return rows  # nobody's key would hide them
         pages = record_pages(family.length)
         carried = task.replacing is not None
-        runs = self._log.allocate(pages * family.shards, family.shards, len(rows), carried=carried)
+        sizes = pages * family.shards, family.shards
+        runs = self._log.allocate(tenant, *sizes, len(rows), carried=carried)
         jobs: list[Job] = []
         at = 0
         for run in runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -72,9 +72,6 @@ class WriteBudget:
     All written bytes are spent, including writes that cannot be refused: these can put the bucket
     into debt, and writes that can be refused wait until the debt is paid. The bucket starts a tenth
     full, so that repeated restarts write hardly more. Zero bytes a day stand for no bound.
-
-    Tenants may have reserves: parts of the bucket that others' blocks do not take. A reserve fills
-    with the bucket, at its own part of the rate.
     """
 
     def __init__(self, bytes_per_day: int, now: float, *, burst_bytes: int = 0) -> None:
@@ -84,44 +81,19 @@ class WriteBudget:
         self._size = float(burst_bytes or bytes_per_day // 24)
         self._level = self._size / 10
         self._at = now
-        self._floors: Mapping[str, float] = {}
-        self._reserves: dict[str, float] = {}
 
     @property
     def unbounded(self) -> bool:
         """Whether every write is allowed."""
         return self._rate == 0
 
-    @property
-    def size(self) -> int:
-        """Bytes that the bucket holds at most."""
-        return int(self._size)
-
-    def allot(self, floors: Mapping[str, float], bytes_per_day: int | None, now: float) -> None:
-        """Set the tenants' parts of the bucket, and its rate unless ``bytes_per_day`` is None."""
+    def use(self, bytes_per_day: int, now: float) -> None:
+        """Fill at another rate from now on."""
         self._fill(now)
-        if bytes_per_day is not None and bytes_per_day / DAY_S != self._rate:
+        if bytes_per_day / DAY_S != self._rate:
             fresh = self.unbounded
             self._rate, self._size = bytes_per_day / DAY_S, float(bytes_per_day // 24)
             self._level = self._size / 10 if fresh else min(self._size, self._level)
-        self._floors = dict(floors)
-        level = max(0.0, self._level)
-        self._reserves = {each: level * part for each, part in floors.items()}
-
-    def reserve(self, tenant: str, now: float) -> tuple[int, int]:
-        """Return what is left of the tenant's reserve, and its size, in bytes."""
-        self._fill(now)
-        return int(self._reserves.get(tenant, 0)), int(self._size * self._floors.get(tenant, 0))
-
-    def room(self, tenant: str, now: float) -> int:
-        """Return the bytes that the tenant could spend now."""
-        self._fill(now)
-        return int(self._room(tenant))
-
-    def _room(self, tenant: str) -> float:
-        others = sum(left for each, left in self._reserves.items() if each != tenant)
-        own = min(self._reserves.get(tenant, 0.0), self._level)
-        return max(self._level - others, own)
 
     def spend(self, size: int, now: float) -> None:
         """Spend ``size`` bytes, even beyond the level."""
@@ -132,22 +104,17 @@ class WriteBudget:
         """Return ``size`` bytes that were spent but will not be written."""
         self._level = min(self._size, self._level + size)
 
-    def take(self, size: int, count: int, now: float, tenant: str = "") -> int:
+    def take(self, size: int, count: int, now: float) -> int:
         """Spend the level on blocks of ``size`` bytes; return how many of ``count`` may be written.
 
-        A tenant's own reserve is spent last, so that others cannot use it up meanwhile. The last
-        block may overdraw the bucket: otherwise a block larger than the bucket would be kept out
-        forever. Later blocks wait until the overdraft is paid.
+        The last block may overdraw the bucket: otherwise a block larger than the bucket would be
+        kept out forever. Later blocks wait until the overdraft is paid.
         """
         if self.unbounded:
             return count
         self._fill(now)
-        taken = min(count, math.ceil(max(0.0, self._room(tenant)) / size))
-        others = sum(left for each, left in self._reserves.items() if each != tenant)
+        taken = min(count, math.ceil(max(0.0, self._level) / size))
         self._level -= taken * size
-        if tenant in self._reserves:
-            rest = max(0.0, self._level - others)
-            self._reserves[tenant] = min(self._reserves[tenant], rest)
         return taken
 
     def has(self, size: int, now: float, *, debt: int = 0) -> bool:
@@ -170,9 +137,6 @@ class WriteBudget:
         passed = max(0.0, now - self._at)
         self._at = max(self._at, now)
         self._level = min(self._size, self._level + passed * self._rate)
-        for tenant, part in self._floors.items():
-            filled = self._reserves[tenant] + passed * self._rate * part
-            self._reserves[tenant] = min(self._size * part, filled)
 
 
 class Wear:

@@ -1,0 +1,143 @@
+"""Tenants: one that takes all it can get leaves the others their memory, sessions and namespaces,
+and the engines of one tenant leave each other room.
+"""
+
+from __future__ import annotations
+
+from support.core_kit import Rig, contract, keys
+
+from kvhearth.contract import Contract
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.core.namespaces import CONTRACT_BYTES_MAX
+
+MANY = 1000
+"""More than any bound of these tests."""
+
+
+def two_tenants(**limits: object) -> Rig:
+    """Return a core with the tenants a and b."""
+    return Rig(tenants=("a", "b"), **limits)
+
+
+def numbered(number: int) -> Contract:
+    return contract(revision=f"r{number}")
+
+
+def attach_until_refused(
+    rig: Rig, tenant: str, *, first: int = 0
+) -> tuple[list[int], KVHearthError]:
+    """Attach one engine after another, each with a contract of its own, until one is refused."""
+    sessions: list[int] = []
+    for number in range(first, first + MANY):
+        try:
+            sessions.append(rig.attach(numbered(number), tenant=tenant, engine_id=f"e{number}"))
+        except KVHearthError as error:
+            return sessions, error
+    raise AssertionError(f"nothing bounds tenant {tenant}")
+
+
+def test_one_tenant_alone_takes_everything() -> None:
+    rig = Rig(sessions_max=20, namespaces_max=30)
+    sessions, error = attach_until_refused(rig, "t")
+    assert (len(sessions), error.reason) == (20, Reason.TOO_MANY_SESSIONS)
+
+
+def test_a_flood_evicts_the_floods_own_blocks() -> None:
+    rig = two_tenants()
+    ours, theirs = rig.attach(tenant="b"), rig.attach(tenant="a")
+    rig.put(ours, keys(1, 2, 3))
+    for number in range(0, 4 * MANY, 8):
+        rig.put(theirs, keys(*range(number, number + 8)))
+    assert rig.state.evictions or rig.state.counts
+    assert rig.lookup(ours, keys(1, 2, 3), lease_id=1).hit_tokens == 3 * 16
+    assert rig.lookup(theirs, keys(0), lease_id=1).hit_tokens == 0
+
+
+def test_tenants_have_sessions_in_equal_parts() -> None:
+    rig = two_tenants(sessions_max=20)
+    sessions, error = attach_until_refused(rig, "a")
+    assert (len(sessions), error.reason) == (10, Reason.TOO_MANY_SESSIONS)
+    others, _ = attach_until_refused(rig, "b", first=100)
+    assert len(others) == 10
+    # A lost process gives its place back at once.
+    rig.leave(sessions[0], finished=False)
+    rig.attach(tenant="a", engine_id="again")
+
+
+def test_tenants_have_namespaces_in_equal_parts() -> None:
+    rig = two_tenants(namespaces_max=20)
+    sessions, error = attach_until_refused(rig, "a")
+    assert (len(sessions), error.reason) == (10, Reason.TOO_MANY_NAMESPACES)
+    others, _ = attach_until_refused(rig, "b", first=100)
+    assert len(others) == 10
+
+
+def test_the_contracts_of_one_tenant_leave_the_other_its_part() -> None:
+    """Some 90 contracts of 45 KiB locked everybody else out."""
+    rig = two_tenants()
+
+    def fat(number: int) -> Contract:
+        names = ("model", "revision", "layout", "model_dtype", "quantization", "rope_digest")
+        return contract(draft_model=f"{number}", **dict.fromkeys(names, "\U0001f525" * 640))
+
+    taken, error = 0, None
+    for number in range(MANY):
+        try:
+            rig.attach(fat(number), tenant="a", engine_id=f"e{number}")
+        except KVHearthError as refusal:
+            error = refusal
+            break
+        taken += len(fat(number).to_json())
+    assert error is not None
+    assert error.reason is Reason.TOO_MANY_NAMESPACES
+    assert 0.45 * CONTRACT_BYTES_MAX < taken <= 0.5 * CONTRACT_BYTES_MAX
+    for number in range(20):
+        rig.attach(fat(MANY + number), tenant="b", engine_id=f"e{number}")
+
+
+def test_nobodys_empty_namespaces_go_for_another_tenant() -> None:
+    """A forgotten namespace loses its copies on SSD: churn of one tenant's must not cost others."""
+    rig = two_tenants(namespaces_max=8)
+    kept = rig.attach(tenant="b")
+    digest = rig.state.namespaces.get(rig.group(kept).namespace).digest
+    rig.leave(kept)
+    for number in range(40):
+        rig.leave(rig.attach(numbered(number), tenant="a", engine_id=f"e{number}"))
+    assert rig.state.namespaces.find(digest) is not None
+    assert sum(space.tenant == "a" for space in rig.state.namespaces) == 4
+
+
+# -- engines of one tenant -------------------------------------------------------------------------
+
+
+def reserved_by(rig: Rig, engines: int, count: int) -> list[int]:
+    """Let engines of one tenant reserve as much as they get. Return the blocks of each."""
+    found = []
+    for number in range(engines):
+        session = rig.attach(engine_id=f"e{number}")
+        try:
+            reserved = rig.reserve(session, count)
+        except KVHearthError as error:
+            if error.reason is not Reason.STOCK_CAP:
+                raise
+            found.append(0)
+            continue
+        found.append(sum(len(part.slots) for part in reserved.handed))
+    return found
+
+
+def test_engines_that_hold_stock_leave_room_for_the_next_and_for_readers() -> None:
+    """Four engines held 25 % each of 80 %, and everybody else was told held_cap."""
+    rig = Rig(16, stock_fraction_max=0.25, held_fraction_max=0.8)
+    reader = rig.attach(engine_id="reader")
+    rig.put(reader, keys(1, 2, 3))
+    found = reserved_by(rig, 7, 100)
+    assert found[:2] == [64, 64]  # the first two have their whole stock
+    assert all(found), found
+    assert found == sorted(found, reverse=True)
+    assert rig.lookup(reader, keys(1), lease_id=1).lease_id == 1
+
+
+def test_an_engine_without_others_has_the_bounds_that_it_had() -> None:
+    rig = Rig(16, stock_fraction_max=0.75, held_fraction_max=0.8)
+    assert reserved_by(rig, 1, 256) == [192]
