@@ -72,7 +72,6 @@ Examine = Callable[[], list[dict[str, str]]]
 Files = dict[str, tuple[Path, Callable[[], None]]]
 """Files by name: the path, and what makes it."""
 _TRIM_PAUSE_S = 0.25
-_KEEP_PAUSE_S = 1.0
 _RELOAD_S = 10.0
 _log = get_logger("kvhearth.daemon")
 
@@ -387,18 +386,8 @@ def _spawn(
     supervisor.spawn("lag", partial(watch_lag, engine.timings.loop_lag, calls))
     supervisor.spawn("watch", engine.watch.run)
     supervisor.spawn("garbage", partial(collect_when_idle, calls))
-    if engine.arena.keeper is not None:
-        supervisor.spawn("keeper", partial(_keep, engine.arena))
     if not engine.arena.trim():
         supervisor.spawn("trim", partial(_trim, engine))
-
-
-async def _keep(arena: Arena) -> None:
-    """Replace a holder of the memory that has ended."""
-    while True:
-        await asyncio.sleep(_KEEP_PAUSE_S)
-        if await asyncio.to_thread(arena.keep):
-            _log.warning("arena.keeper_replaced")
 
 
 async def _trim(engine: Engine) -> None:

@@ -1,4 +1,6 @@
-"""Checks of whose a directory or file is: who owns one can read and write all KV in it."""
+"""The daemon's own files: whose a directory or file is, since who owns one can read and write all
+KV in it, and how a file is replaced.
+"""
 
 from __future__ import annotations
 
@@ -150,3 +152,33 @@ def read_own(path: Path, bytes_max: int | None = None) -> bytes:
         if bytes_max is not None and os.fstat(file.fileno()).st_size > bytes_max:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file as a whole and durably; only its owner can read it. One process at a time may
+    call it for a path.
+
+    Raises:
+        OSError: it cannot be; the old file may still be there.
+    """
+    fresh = path.with_name(path.name + ".new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(fresh, flags, 0o600)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(fresh, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory survive a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -39,8 +39,8 @@ def arena_plan(settings: Settings) -> ArenaPlan:
     tenants = [(t.name, t.bytes) for t in settings.effective_tenants(os.getuid())]
     geometry = Geometry.of(tenants, settings.slab_bytes, settings.slot_bytes_min)
     policy = HugepagePolicy(settings.hugepages)
-    keep_s = settings.keep_memory_s if settings.keep_memory else 0.0
-    return ArenaPlan(geometry, settings.arena_dir, policy, settings.discard_arena, keep_s)
+    discard, keep = settings.discard_arena, settings.keep_memory
+    return ArenaPlan(geometry, settings.arena_dir, policy, discard, keep)
 
 
 def socket_files(settings: Settings) -> list[Path]:

@@ -2,59 +2,113 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import secrets
-import signal
 import socket
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
-from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
 from support.raw_door import new_keys
 from support.served import back, served
 
 from kvhearth.results import CommitGroup
+from kvhearth_lab.harness.daemon import Process
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
-from kvhearth_server.memory import keeper as keeping
 
 CONTRACT = contract_of(64 << 10)
 OURS, THEIRS = os.getuid(), 65533
 
 
-def holders(daemon: Daemon) -> list[int]:
-    """Returns the pids of the holders of a daemon's memory; its idle time tells whose they are."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        idle = str(float(str(daemon.settings["keep_memory_s"]))).encode()
-        if keeping.__file__.encode() in words and idle in words:
-            found.append(int(path.name))
-    return found
+_AS_A_UNIT = """
+import os, sys
+kept = [os.dup2(int(each), 100 + n) for n, each in enumerate(sys.argv[1].split())]
+for number, each in enumerate(kept):
+    os.dup2(each, 3 + number)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Executes a command with some descriptors from number 3 on, as systemd does."""
+
+
+class Manager:
+    """Does what systemd does for a unit with a descriptor store."""
+
+    def __init__(self, path: Path) -> None:
+        self.kept: dict[str, int] = {}
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def start(self, flags: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Process:
+        """Start a daemon as a unit's process; see ``harness.Starter``."""
+        names = list(self.kept)
+        variables = {
+            "NOTIFY_SOCKET": str(self._path),
+            "FDSTORE": "64",
+            "LISTEN_FDS": str(len(names)),
+            "LISTEN_FDNAMES": ":".join(names),
+        }
+        numbers = [self.kept[name] for name in names]
+        before = [sys.executable, "-c", _AS_A_UNIT, " ".join(map(str, numbers))]
+        command = [*before, sys.executable, "-m", "kvhearth_server.cli.app", "serve", *flags]
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **environment, **variables},
+            pass_fds=numbers,
+        )
+
+    def forget(self) -> None:
+        """Close all descriptors, as at the end of the unit."""
+        for descriptor in self.kept.values():
+            os.close(descriptor)
+        self.kept.clear()
+
+    def close(self) -> None:
+        """End."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"END", str(self._path))
+        self._thread.join()
+        self._socket.close()
+        self.forget()
+
+    def _serve(self) -> None:
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 4)
+            if data == b"END":
+                return
+            fields = dict(line.split("=", 1) for line in data.decode().splitlines())
+            if "FDSTORE" in fields:
+                (self.kept[fields["FDNAME"]],) = descriptors
+            elif "FDSTOREREMOVE" in fields and (kept := self.kept.pop(fields["FDNAME"], 0)):
+                os.close(kept)
 
 
 @contextmanager
-def keeping_daemon(**settings: object) -> Iterator[Daemon]:
-    """Yields a daemon whose memory a holder keeps; the holder ends with the test."""
-    idle_s = f"{100 + secrets.randbelow(1 << 20) / (1 << 20):.9f}"
-    with stopped_daemon(keep_memory=True, keep_memory_s=idle_s, **settings) as daemon:
+def keeping_daemon(**settings: object) -> Iterator[tuple[Daemon, Manager]]:
+    """Yields a daemon whose memory a service manager keeps."""
+    with directories() as (folder, arena_dir), closing(Manager(folder / "notify")) as manager:
+        settings |= {"keep_memory": True}
+        daemon = Daemon(folder, arena_dir, starter=manager.start, **settings)
         try:
             daemon.start()
-            yield daemon
+            yield daemon, manager
         finally:
-            for pid in holders(daemon):
-                os.kill(pid, signal.SIGKILL)
+            daemon.kill()
 
 
 @pytest.mark.parametrize("end", ["kill -9", "SIGTERM"])
 def test_kept_memory_is_warm_and_no_file(end: str) -> None:
-    with keeping_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+    with keeping_daemon() as (daemon, manager), engine_of(daemon.url(), CONTRACT) as engine:
         keys = new_keys(40)
         for _ in range(2):
             assert engine.store(keys).bound == keys
@@ -64,19 +118,17 @@ def test_kept_memory_is_warm_and_no_file(end: str) -> None:
             daemon.restart()
             back(engine, boot_id)
             assert served(engine, keys) == 40
-            assert len(holders(daemon)) == 1
+            assert len(manager.kept) == 1
             keys += new_keys(10)
             keys = keys[-40:]
             assert engine.store(keys).bound
         assert daemon.arena_dir is not None
         assert not list(daemon.arena_dir.glob("segment-*"))
-        mode = (daemon.arena_dir / keeping.SOCKET_NAME).stat().st_mode
-        assert stat.S_IMODE(mode) == 0o600
 
 
 def test_nobody_can_cut_kept_memory() -> None:
     """Clients get descriptors of the same sealed memory, which not even root can resize."""
-    with keeping_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+    with keeping_daemon() as (daemon, _), engine_of(daemon.url(), CONTRACT) as engine:
         keys = new_keys(4)
         assert engine.store(keys).bound == keys
         assert daemon.process is not None
@@ -92,31 +144,24 @@ def test_nobody_can_cut_kept_memory() -> None:
         assert served(engine, keys) == 4
 
 
-def test_a_holder_that_is_killed_is_replaced() -> None:
-    with keeping_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
-        keys, (first,) = new_keys(20), holders(daemon)
-        assert engine.store(keys).bound == keys
-        os.kill(first, signal.SIGKILL)
-        until(lambda: "arena.keeper_replaced" in daemon.log_text(), "the daemon notices")
-        boot_id = engine.client.boot_id
-        daemon.restart()
-        back(engine, boot_id)
-        assert served(engine, keys) == 20
-
-
-def test_without_its_holder_the_arena_starts_cold_and_says_so() -> None:
-    with keeping_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+def test_without_its_memory_the_arena_starts_cold_and_says_so() -> None:
+    with keeping_daemon() as (daemon, manager), engine_of(daemon.url(), CONTRACT) as engine:
         keys = new_keys(20)
         assert engine.store(keys).bound == keys
         boot_id = engine.client.boot_id
         daemon.kill()
-        for pid in holders(daemon):
-            os.kill(pid, signal.SIGKILL)
+        manager.forget()
         daemon.start()
         back(engine, boot_id)
         assert served(engine, keys) == 0
         assert "the memory of all tenants is missing" in daemon.log_text()
         assert engine.store(keys).bound == keys
+
+
+def test_without_a_descriptor_store_the_start_is_refused() -> None:
+    with stopped_daemon(keep_memory=True) as daemon:
+        assert daemon.launch().wait(20) == 3
+        assert "FileDescriptorStoreMax= in the unit" in daemon.log_text()
 
 
 def test_other_places_of_the_memory_are_not_taken_without_being_asked() -> None:
@@ -128,82 +173,6 @@ def test_other_places_of_the_memory_are_not_taken_without_being_asked() -> None:
         assert "discard-arena" in daemon.log_text()
         daemon.settings["keep_memory"] = False
         daemon.start()
-
-
-def test_a_holder_without_a_daemon_ends() -> None:
-    with stopped_daemon(keep_memory=True, keep_memory_s="0.512345") as daemon:
-        daemon.start()
-        assert len(holders(daemon)) == 1
-        assert daemon.terminate() == 0
-        until(lambda: not holders(daemon), "the holder ends")
-
-
-def test_a_holder_serves_nonsense_to_nobody(tmp_path: Path) -> None:
-    keeper = keeping.open_keeper(tmp_path, 0.3)
-    assert isinstance(keeper, keeping.HolderLink)
-    for message in (b"", b"X", b"P", b"T" * 300, b"Pname"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-            line.settimeout(10)
-            line.connect(str(tmp_path / keeping.SOCKET_NAME))
-            line.send(message)
-            if message:
-                assert line.recv(16) == b""
-    assert keeper.take() == {}
-    keeper.close()
-
-
-# -- systemd ---------------------------------------------------------------------------------------
-
-
-def test_systemd_keeps_descriptors_by_name(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(10)
-        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "FDSTORE": "64"}
-        store = keeping.open_keeper(tmp_path, 1.0, environment=environment)
-        assert isinstance(store, keeping.SystemdStore)
-        memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-        store.put("0123.0", memory)
-        message, descriptors, _, _ = socket.recv_fds(manager, 1024, 4)
-        assert message.decode().splitlines() == ["FDSTORE=1", "FDPOLL=0", "FDNAME=kvhearth-0123.0"]
-        (copy,) = descriptors
-        assert os.fstat(copy).st_ino == os.fstat(memory).st_ino
-        store.forget("0123.0")
-        assert manager.recv(1024).decode().splitlines() == [
-            "FDSTOREREMOVE=1",
-            "FDNAME=kvhearth-0123.0",
-        ]
-        os.close(copy)
-        os.close(memory)
-
-
-def test_what_systemd_kept_is_inherited(tmp_path: Path) -> None:
-    child = os.fork()
-    if not child:  # descriptors from number 3 on are the child's to arrange
-        code = 1
-        try:
-            memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            other = os.memfd_create("other")
-            moved = fcntl.fcntl(memory, fcntl.F_DUPFD, 100)
-            other = fcntl.fcntl(other, fcntl.F_DUPFD, 100)
-            os.dup2(other, 3)
-            os.dup2(moved, 4)
-            store = keeping.SystemdStore(
-                {
-                    "NOTIFY_SOCKET": str(tmp_path / "none"),
-                    "LISTEN_PID": str(os.getpid()),
-                    "LISTEN_FDS": "2",
-                    "LISTEN_FDNAMES": "stored:kvhearth-0123.0",
-                }
-            )
-            found = store.take()
-            same = os.fstat(found["0123.0"]).st_ino == os.fstat(moved).st_ino
-            sealed = keeping.is_sealed(found["0123.0"]) and not keeping.is_sealed(3)
-            code = 0 if same and sealed and list(found) == ["0123.0"] else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def failures(daemon: Daemon) -> int:
 def said(folder: Path) -> bytes:
     """Returns the content of the namespaces file; empty without one."""
     with contextlib.suppress(FileNotFoundError):
-        return (folder / "namespaces.json").read_bytes()
+        return (folder / "namespaces").read_bytes()
     return b""
 
 

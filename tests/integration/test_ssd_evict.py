@@ -238,7 +238,7 @@ def test_a_bump_that_no_drive_noted_is_told(tmp_path: Path, daemon: Daemon, verb
     with engine_of(daemon.url(), CONTRACT) as engine:
         engine.wait_ready()
     current = epoch_of(daemon)
-    names = tmp_path / "ssd" / "namespaces.json"
+    names = tmp_path / "ssd" / "namespaces"
     fresh = names.with_name("namespaces.new")
     until(names.exists, "the namespaces are written")
     fresh.mkdir()  # can neither be replaced nor, below, removed

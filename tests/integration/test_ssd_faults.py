@@ -24,6 +24,7 @@ from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
 from kvhearth_lab.harness.engine import PAGES, Engine, engine_of
 from kvhearth_lab.torture import damage
 from kvhearth_server.engine.tiering.writeback import PATIENCE_S
+from kvhearth_server.memory.durable_file import HEADER_BYTES
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
 EIO, ENOSPC, EROFS = 5, 28, 30
@@ -331,14 +332,14 @@ def test_damaged_namespaces_beside_the_tier_are_believed_in_nothing(
             saved(daemon, len(keys))
             assert engine.client.bump_epoch()
         daemon.kill()
-        path = tmp_path / "ssd" / "namespaces.json"
-        text = path.read_text()
+        path = tmp_path / "ssd" / "namespaces"
+        data = path.read_bytes()
         if damage == "torn":
-            path.write_text(text[: len(text) // 2])
+            path.write_bytes(data[: len(data) // 2])
         elif damage == "other epoch":
-            content = json.loads(text)
+            content = json.loads(data[HEADER_BYTES:])
             content["namespaces"][0]["epoch"] -= 1
-            path.write_text(json.dumps(content))
+            path.write_bytes(data[:HEADER_BYTES] + json.dumps(content).encode())
         elif damage == "no JSON":
             path.write_bytes(os.urandom(500))
         else:

@@ -253,7 +253,7 @@ def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, rep
 def test_the_namespaces_have_room_of_their_own(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
-    for name in ("namespaces.json", "namespaces.new"):
+    for name in ("namespaces", "namespaces.new"):
         (folder / name).write_bytes(bytes(4 * SEGMENT_BYTES))
     desk = a_tier(settings(folder))
     desk.store_all(range(200))

@@ -326,7 +326,7 @@ def test_one_key_of_two_namespaces_is_two_blocks_of_a_drive(tmp_path: Path) -> N
 
 
 def test_a_segment_in_the_room_of_the_namespaces_is_too_much(tmp_path: Path) -> None:
-    (tmp_path / "namespaces.json").write_bytes(bytes(8192))
+    (tmp_path / "namespaces").write_bytes(bytes(8192))
     (tmp_path / "00000001.segment").write_bytes(os.urandom(1 << 20))
     taken = damage.taken_bytes(tmp_path)
     assert taken < 2 << 20

@@ -84,11 +84,8 @@ class Settings(BaseSettings):
     )
     keep_memory: bool = Field(
         False,
-        description="Keep the arena's memory across restarts with a keeper, systemd's descriptor "
-        "store or a holder process, and not in files of arena_dir: a tenant can then cut off none.",
-    )
-    keep_memory_s: Seconds = Field(
-        900, gt=0, description="Time after which a holder process without a daemon ends."
+        description="Keep the arena's memory across restarts in systemd's descriptor store, and "
+        "not in files of arena_dir: a tenant can then cut off none.",
     )
     discard_arena: bool = Field(
         False,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import time
@@ -19,12 +18,11 @@ from typing import Any, NamedTuple
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.worker_thread import SupervisedThread
-from kvhearth_server.memory.durable_file import sync_directory
+from kvhearth_server.memory.durable_file import catalogue_text, framed, unframed
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.ownership import read_own
+from kvhearth_server.ownership import read_own, replace_file, sync_directory
 from kvhearth_server.tiers.base import (
-    NAMESPACES_FRESH_NAME,
     NAMESPACES_NAME,
     AbandonableCall,
     DirectoryError,
@@ -33,7 +31,6 @@ from kvhearth_server.tiers.base import (
 FILE_NAME = NAMESPACES_NAME
 RESERVE_BYTES = 10 << 20
 """Bytes of each directory's capacity reserved for this file and its replacement."""
-_FORMAT = 1
 _FIELDS = ("lineage", "next_session", "epoch_floor", "namespaces")
 _SESSIONS = 4096
 """Session numbers reserved at once, so that attaching does not cost a write to the drive."""
@@ -75,11 +72,11 @@ class EpochStore:
         hangs does not count.
         """
         found = self._found()
-        newest = max((said.content for said in found), key=lambda c: c["number"], default=None)
+        newest = max(found, key=lambda said: said.number, default=None)
         if newest is None:
             return None
-        self._number = max(self._number, newest["number"])
-        sayers = [said for said in found if said.content["number"] == newest["number"]]
+        self._number = max(self._number, newest.number)
+        sayers = [said for said in found if said.number == newest.number]
         if not any(said.writable for said in sayers):
             _log.error(
                 "ssd_catalogue.old",
@@ -87,7 +84,7 @@ class EpochStore:
                 message="not writable, so it may be old: starting without it",
             )
             return None
-        return newest
+        return newest.content
 
     def _found(self) -> list[_StoredContent]:
         """Return the content of each directory that has some and answers in time."""
@@ -111,7 +108,7 @@ class EpochStore:
         durable catalogue. One thread at a time may call it.
 
         Args:
-            namespaces: JSON objects without spaces, their names sorted, as ``check`` wants it.
+            namespaces: JSON objects.
         """
         if not self.paths:
             return
@@ -119,16 +116,13 @@ class EpochStore:
             self.read()
         kept = {name: content[name] for name in _FIELDS if name != "namespaces"}
         kept["next_session"] += _SESSIONS - kept["next_session"] % _SESSIONS
-        data = _text(kept, namespaces)
+        data = catalogue_text(kept, namespaces)
         late = [copy for copy in self._copies if copy.kept != data]
         if not late:
             return
         # The next number alone will not do: a directory that was away may have a greater one.
         self._number = max(self._number + 1, int(time.time()))
-        head = {"format": _FORMAT, "number": self._number}
-        text = _text({**head, **kept}, namespaces)
-        check = hashlib.sha256(text).hexdigest()
-        whole = text.removesuffix(b"}") + f',"check":"{check}"}}'.encode()
+        whole = framed(self._number, data)
         for copy in late:
             copy.put(data, whole)
         end = time.monotonic() + _PATIENCE_S
@@ -169,6 +163,7 @@ class _StoredContent(NamedTuple):
     """Content of a directory's file, and whether the file could be replaced."""
 
     path: Path
+    number: int
     content: dict[str, Any]
     writable: bool
 
@@ -238,7 +233,9 @@ class _Copy:
         """Replace the file. If that fails, remove what is left: its epochs may be old."""
         removed, failed = False, True
         try:
-            _replace(self._path, whole)
+            if 2 * len(whole) > RESERVE_BYTES:
+                raise OSError(f"{len(whole)} bytes of namespaces are too many")
+            replace_file(self._path, whole)
             failed = False
         except OSError as error:
             removed = _remove(self._path)
@@ -255,28 +252,6 @@ class _Copy:
         return not (removed or failed)
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Replace a file durably: a power cut must not bring the old one back.
-
-    The rename comes before the flush, which may take long. The death of the process alone then
-    costs nothing, and a file that a power cut left half written is rejected.
-    """
-    if 2 * len(data) > RESERVE_BYTES:
-        raise OSError(f"{len(data)} bytes of namespaces are too many")
-    fresh = path.with_name(NAMESPACES_FRESH_NAME)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(fresh, flags, 0o600)
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.replace(fresh, path)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    sync_directory(path.parent)
-
-
 def _remove(path: Path) -> bool:
     """Remove a file durably; return False if that is not certain."""
     try:
@@ -289,34 +264,17 @@ def _remove(path: Path) -> bool:
 
 
 def _read(path: Path) -> _StoredContent | None:
-    content = _content(path)
-    if content is None:
-        return None
-    return _StoredContent(path, content, os.access(path.parent, os.W_OK, effective_ids=True))
-
-
-def _content(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(read_own(path, RESERVE_BYTES))
-    except (OSError, ValueError):
-        return None
-    whole = isinstance(content, dict) and content.get("format") == _FORMAT
-    if not whole or not isinstance(content.get("number"), int):
+        data = read_own(path, RESERVE_BYTES)
+    except OSError:
         return None
     # With one flipped bit in an epoch, blocks of other weights would be trusted.
-    if content.pop("check", None) != _check(content):
+    found = unframed(data)
+    if found is None:
         _log.error("ssd_catalogue.damaged", path=str(path))
         return None
-    return content if all(name in content for name in _FIELDS) else None
-
-
-def _text(values: dict[str, Any], namespaces: Sequence[str]) -> bytes:
-    """Return the JSON of values and namespaces as ``_check`` takes it: sorted, without spaces."""
-    parts = {name: json.dumps(value, separators=(",", ":")) for name, value in values.items()}
-    parts["namespaces"] = "[" + ",".join(namespaces) + "]"
-    return ("{" + ",".join(f'"{name}":{parts[name]}' for name in sorted(parts)) + "}").encode()
-
-
-def _check(content: dict[str, Any]) -> str:
-    text = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    number, text = found
+    content = json.loads(text)
+    return _StoredContent(
+        path, number, content, os.access(path.parent, os.W_OK, effective_ids=True)
+    )

@@ -14,7 +14,6 @@ import hmac
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -26,7 +25,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import YAML_BYTES_MAX, one_line, parse_yaml
 from kvhearth_server.config.value_types import check_tenant_name, parse_size
 from kvhearth_server.gateway.identity import Bounds, Identity, Role
-from kvhearth_server.ownership import read_secret
+from kvhearth_server.ownership import read_secret, replace_file
 
 TOKEN_BYTES = 32
 TOKEN_MARK = "kvh_"
@@ -315,7 +314,7 @@ def add_token(path: Path, identity: Identity, token: str) -> None:
             parse_roster(old)
             new = _with_row(old, row)
             parse_roster(new)
-            _replace(path, new)
+            replace_file(path, new)
         finally:
             os.close(folder)
     except OSError as error:
@@ -352,16 +351,3 @@ def _with_row(old: bytes, row: Mapping[str, object]) -> bytes:
 def _dumped(tables: Mapping[str, object]) -> str:
     full = {name: table for name, table in tables.items() if table}
     return yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replace a file as a whole; only its owner can read it."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:  # mkstemp's mode is 0600
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)

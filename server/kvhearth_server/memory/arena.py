@@ -21,7 +21,13 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
 from kvhearth.model import I64, U32, Records
 from kvhearth_server.core.slot_table import Geometry, SlotTable, State
-from kvhearth_server.memory.durable_file import DurableBlob, link_anew, lock_directory
+from kvhearth_server.memory.descriptor_store import DescriptorStore, descriptor_store
+from kvhearth_server.memory.durable_file import (
+    DurableBlob,
+    catalogue_text,
+    link_anew,
+    lock_directory,
+)
 from kvhearth_server.memory.journal import (
     BOUND_WORDS,
     STATE_WORDS,
@@ -31,7 +37,6 @@ from kvhearth_server.memory.journal import (
     slab_sizes,
     tables,
 )
-from kvhearth_server.memory.keeper import Keeper, open_keeper
 from kvhearth_server.memory.mapping import (
     HugepagePolicy,
     KernelMemory,
@@ -317,9 +322,9 @@ class Generations:
 class Arena:
     """An open arena.
 
-    ``catalogue`` is the earlier run's, None after a cold start. ``keeper`` holds the segments under
-    names that begin with ``kept``; without one they are files, or end with the daemon.
-    ``populator`` takes their memory.
+    ``catalogue`` is the earlier run's, None after a cold start. The descriptor store has the
+    segments under names that begin with ``kept``; if that is empty, they are files, or end with the
+    daemon. ``populator`` takes their memory.
     """
 
     plan: ArenaPlan
@@ -330,7 +335,6 @@ class Arena:
     notes: list[str] = field(default_factory=list)
     _blob: DurableBlob | None = None
     _journal_file: Segment | None = None
-    keeper: Keeper | None = None
     kept: str = ""
     _lock_fd: int = -1
     _surplus: list[tuple[Segment, set[int]]] = field(default_factory=list)
@@ -378,8 +382,7 @@ class Arena:
         if self._blob is None:
             return
         hit("catalogue.before")
-        text = json.dumps(head, separators=(",", ":")).removesuffix("}")
-        self._blob.write("".join((text, ',"namespaces":[', ",".join(namespaces), "]}")).encode())
+        self._blob.write(catalogue_text(head, namespaces))
         hit("catalogue.after")
 
     def put_back(self) -> list[str]:
@@ -390,7 +393,7 @@ class Arena:
         if folder is None or self._blob is None or self._journal_file is None:
             return gone
         files = {self._blob.path: self._blob.fd, journal_path(folder): self._journal_file.fd}
-        if self.keeper is None:
+        if not self.kept:
             files |= {segment_path(folder, n): each.fd for n, each in enumerate(self.segments)}
         for path, descriptor in files.items():
             if not os.path.lexists(path) and not link_anew(descriptor, path):
@@ -410,26 +413,8 @@ class Arena:
                 self._surplus.remove((segment, held))
         return not self._surplus
 
-    def keep(self) -> bool:
-        """Give the segments to a new keeper if theirs has ended; True if that was so.
-
-        Raises:
-            OSError: no keeper can be had.
-        """
-        if self.keeper is None or self.keeper.alive:
-            return False
-        assert self.plan.folder is not None
-        self.keeper.close()
-        self.keeper = open_keeper(self.plan.folder, self.plan.keep_s)
-        for index, segment in enumerate(self.segments):
-            assert self.keeper is not None
-            self.keeper.put(kept_name(self.kept, index), segment.fd)
-        return True
-
     def close(self) -> None:
         """Unmap everything; files and kept memory stay for a successor."""
-        if self.keeper is not None:
-            self.keeper.close()
         for segment in self.segments:
             segment.close()
         if self._journal_file is not None:
@@ -464,7 +449,8 @@ def open_arena(plan: ArenaPlan, topology: Topology | None = None) -> Arena:
             undo.callback(os.close, lock_fd)
         generations = _generations(plan)
         undo.callback(generations.close)
-        memory = _Memory(plan, plan.folder, Placement(topology, plan.geometry.slab_bytes))
+        place = Placement(topology, plan.geometry.slab_bytes)
+        memory = _Memory(plan, plan.folder, place, _store(plan))
         if plan.folder is None:
             segments = memory.open(_numbers(plan))
             populator = memory.populator(segments, None)
@@ -504,17 +490,13 @@ def _open_folder(
         blob = DurableBlob(folder / CATALOGUE_NAME, CATALOGUE_BYTES_MAX)
         undo.callback(blob.close)
         notes = list(found.notes)
-        keeper = _keeper(plan, folder)
-        if keeper is not None:
-            undo.callback(keeper.close)
-            memory.keeper = keeper
         old = None
         if found.catalogue is None or found.geometry is None:
-            memory.kept = kept = secrets.token_hex(8) if keeper else ""
+            memory.kept = secrets.token_hex(8) if plan.keep else ""
             segments, journal = _cold(plan, folder, blob, memory)
         else:
             old = finish_resize(folder, blob, found.catalogue)
-            memory.kept = kept = old.get("kept", "")
+            memory.kept = old.get("kept", "")
             if found.step is Step.RESIZE:
                 old, message = resize(plan, folder, blob, old, found.geometry)
                 notes.append(message)
@@ -525,7 +507,7 @@ def _open_folder(
         populator = memory.populator(segments, journal)
         notes += _notes(segments)
         surplus = [(each, set(each.held_bytes())) for each in segments if each.surplus_bytes]
-        made = (populator, old, notes, blob, journal, keeper, kept, lock_fd, surplus)
+        made = (populator, old, notes, blob, journal, memory.kept, lock_fd, surplus)
         arena = Arena(plan, segments, generations, *made)
         arena.trim()
         undo.pop_all()
@@ -542,19 +524,20 @@ def _numbers(plan: ArenaPlan) -> range:
     return range(len(plan.geometry.segments))
 
 
-def _keeper(plan: ArenaPlan, folder: Path) -> Keeper | None:
-    """The keeper of the segments' memory, if the plan wants one.
+def _store(plan: ArenaPlan) -> DescriptorStore | None:
+    """The store of the segments' memory, if the plan wants it.
 
     Raises:
         KVHearthError: ``arena_unusable``.
     """
-    if not plan.keep_s:
-        return None
-    try:
-        return open_keeper(folder, plan.keep_s)
-    except OSError as error:
-        message = f"no process keeps the memory of {folder} ({error}); turn keep_memory off"
-        raise KVHearthError(Reason.ARENA_UNUSABLE, message) from error
+    found = descriptor_store() if plan.keep else None
+    if plan.keep and found is None:
+        raise KVHearthError(
+            Reason.ARENA_UNUSABLE,
+            "keep_memory needs systemd 254 or newer and FileDescriptorStoreMax= in the unit; turn "
+            "it off, and the memory is files of arena_dir",
+        )
+    return found
 
 
 def _free_slots(journal: Segment, geometry: Geometry, lost: Collection[int]) -> None:
@@ -596,7 +579,7 @@ def _close_all(descriptors: dict[str, int]) -> None:
 
 @dataclass
 class _Memory:
-    """The places of a plan's segments: files in ``folder``, or memfds that a keeper holds.
+    """The places of a plan's segments: files in ``folder``, or memfds in the descriptor store.
 
     Without a folder they are memfds that end with the daemon.
     """
@@ -604,7 +587,7 @@ class _Memory:
     plan: ArenaPlan
     folder: Path | None
     placement: Placement
-    keeper: Keeper | None = None
+    store: DescriptorStore | None = None
     kept: str = ""
 
     def populator(self, segments: list[Segment], journal: Segment | None) -> Populator:
@@ -625,14 +608,14 @@ class _Memory:
 
     def forget(self) -> None:
         """Release all kept memory."""
-        if self.keeper is not None:
-            for name, descriptor in self.keeper.take().items():
+        if self.store is not None:
+            for name, descriptor in self.store.take().items():
                 os.close(descriptor)
-                self.keeper.forget(name)
+                self.store.forget(name)
 
     def open(self, fresh: Collection[int]) -> list[Segment]:
         """Open all segments; those of the numbers ``fresh`` are made anew."""
-        taken = self.keeper.take() if self.keeper is not None else {}
+        taken = self.store.take() if self.store is not None else {}
         segments: list[Segment] = []
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as unused:
             unused.callback(_close_all, taken)
@@ -649,11 +632,11 @@ class _Memory:
 
     def _make(self, index: int) -> Segment:
         path = None
-        if self.folder is not None and self.keeper is None:
+        if self.folder is not None and self.store is None:
             path = segment_path(self.folder, index)
             path.unlink(missing_ok=True)
-        elif self.keeper is not None:
-            self.keeper.forget(kept_name(self.kept, index))
+        elif self.store is not None:
+            self.store.forget(kept_name(self.kept, index))
         segment = create_segment(
             self.plan.geometry.segment_bytes(index),
             self.plan.hugepages,
@@ -661,13 +644,13 @@ class _Memory:
             populated=False,
             placement=self.placement,
         )
-        if self.keeper is not None:
-            self.keeper.put(kept_name(self.kept, index), segment.fd)
+        if self.store is not None:
+            self.store.put(kept_name(self.kept, index), segment.fd)
         return segment
 
     def _adopt(self, index: int, descriptor: int) -> Segment:
         size = self.plan.geometry.segment_bytes(index)
-        if self.keeper is not None:
+        if self.store is not None:
             return open_memfd(
                 descriptor,
                 self.plan.hugepages,

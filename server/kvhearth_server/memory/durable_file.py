@@ -1,14 +1,16 @@
-"""Durable small files: a crash-safe value in a file, and the lock of an arena directory."""
+"""Durable small files: a framed value in a file, and the lock of an arena directory."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import socket
 import struct
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -24,7 +26,7 @@ from kvhearth_server.memory.mapping import (
     map_shared,
     populate,
 )
-from kvhearth_server.ownership import check_own, read_own, unwritable
+from kvhearth_server.ownership import check_own, read_own, sync_directory, unwritable
 
 LOCK_FILE_NAME = "arena.lock"
 
@@ -234,8 +236,7 @@ class DurableBlob:
             os.ftruncate(descriptor, self._file_bytes())
             with self._map(descriptor) as mapping:
                 if value is not None:
-                    mapping[HEADER_BYTES : HEADER_BYTES + len(value)] = value
-                    mapping[:HEADER_BYTES] = _header(1, value)
+                    mapping[: HEADER_BYTES + len(value)] = framed(1, value)
                 if self._on_disk:
                     mapping.flush()
                     os.fsync(descriptor)
@@ -311,6 +312,16 @@ def peek(path: Path) -> bytes | None:
     return max(found, key=lambda value: value[0])[1] if found else None
 
 
+def framed(sequence: int, data: bytes) -> bytes:
+    """A value with the header by which ``unframed`` knows it."""
+    return _header(sequence, data) + data
+
+
+def unframed(data: bytes) -> tuple[int, bytes] | None:
+    """The sequence and the value of ``framed``; None if a bit of them is not as it was."""
+    return _parse(data, 0, len(data)) if len(data) >= HEADER_BYTES else None
+
+
 def _header(sequence: int, data: bytes | memoryview) -> bytes:
     fields = _FIELDS.pack(_MAGIC, _VERSION, 0, sequence, len(data))
     crc = zlib.crc32(fields, zlib.crc32(data))
@@ -336,13 +347,10 @@ def _parse(
     return (sequence, data) if header == _header(sequence, data) else None
 
 
-def sync_directory(path: Path) -> None:
-    """Make names in a directory survive a power cut. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def catalogue_text(head: Mapping[str, object], namespaces: Sequence[str]) -> bytes:
+    """The JSON of a durable catalogue: ``head``, and ``namespaces``, which are JSON objects."""
+    text = json.dumps(head, separators=(",", ":")).removesuffix("}")
+    return "".join((text, ',"namespaces":[', ",".join(namespaces), "]}")).encode()
 
 
 def link_anew(descriptor: int, path: Path) -> bool:

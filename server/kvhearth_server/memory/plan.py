@@ -12,9 +12,9 @@ from typing import Any
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.core.slot_table import Geometry
+from kvhearth_server.memory.descriptor_store import descriptor_store, is_sealed
 from kvhearth_server.memory.durable_file import file_bytes, peek
 from kvhearth_server.memory.journal import VERSION, journal_bytes, journal_path
-from kvhearth_server.memory.keeper import is_sealed, open_keeper
 from kvhearth_server.memory.mapping import (
     MIB,
     Filesystem,
@@ -39,16 +39,15 @@ JOURNALS = ("journal", RESIZED_NAME)
 class ArenaPlan:
     """The requested arena: tenants with whole slabs of bytes, and its directory.
 
-    ``discard``: an arena in the directory that cannot become this one is deleted. ``keep_s``: the
-    segments are sealed memfds with a keeper, which holds them for so long without a daemon; with 0
-    they are files in the directory.
+    ``discard``: an arena in the directory that cannot become this one is deleted. ``keep``: the
+    segments are sealed memfds in systemd's descriptor store, and not files in the directory.
     """
 
     geometry: Geometry
     folder: Path | None
     hugepages: HugepagePolicy
     discard: bool = False
-    keep_s: float = 0.0
+    keep: bool = False
 
 
 class Step(enum.Enum):
@@ -129,8 +128,8 @@ def examine(plan: ArenaPlan, folder: Path) -> Found:
     if geometry is None or not old.get("complete"):
         return _cold(f"the arena in {folder} was never finished: starting cold")
     kept = old.get("kept", "")
-    if bool(kept) != bool(plan.keep_s):
-        where = "with a keeper" if kept else f"in {folder}"
+    if bool(kept) != plan.keep:
+        where = "in systemd's descriptor store" if kept else f"in {folder}"
         return _refuse(
             plan, f"the arena's memory is {where}", "set keep_memory as it was to keep the cache"
         )
@@ -146,7 +145,7 @@ def examine(plan: ArenaPlan, folder: Path) -> Found:
     journal = current_journal(folder, old)
     if not _long_enough(journal, journal_bytes(geometry, 1)):
         return _cold(f"{journal} is missing or too short: starting cold")
-    lost = _lost_kept(folder, kept, geometry) if kept else _lost_files(folder, geometry)
+    lost = _lost_kept(kept, geometry) if kept else _lost_files(folder, geometry)
     if len(lost) == len(geometry.segments):
         return _cold("the memory of all tenants is missing or too short: starting cold")
     tenants = [geometry.segments[index].tenant for index in sorted(lost)]
@@ -155,7 +154,7 @@ def examine(plan: ArenaPlan, folder: Path) -> Found:
 
 
 def kept_name(arena: str, index: int) -> str:
-    """The name of a segment with its keeper; ``arena`` tells this cold start from any other."""
+    """The name of a segment in the store; ``arena`` tells this cold start from any other."""
     return f"{arena}.{index}"
 
 
@@ -167,14 +166,11 @@ def _lost_files(folder: Path, geometry: Geometry) -> frozenset[int]:
     )
 
 
-def _lost_kept(folder: Path, arena: str, geometry: Geometry) -> frozenset[int]:
-    """The segments that the keeper does not have, or not as the daemon made them."""
-    kept: dict[str, int] = {}
+def _lost_kept(arena: str, geometry: Geometry) -> frozenset[int]:
+    """The segments that the store does not have, or not as the daemon made them."""
+    store = descriptor_store()
+    kept = {} if store is None else store.take()
     try:
-        keeper = open_keeper(folder, 0.0, start=False)
-        if keeper is not None:
-            kept = keeper.take()
-            keeper.close()
         return frozenset(
             index
             for index in _numbers(geometry)
@@ -182,11 +178,6 @@ def _lost_kept(folder: Path, arena: str, geometry: Geometry) -> frozenset[int]:
             or not is_sealed(fd)
             or os.fstat(fd).st_size != geometry.segment_bytes(index)
         )
-    except OSError as error:
-        raise KVHearthError(
-            Reason.ARENA_UNUSABLE,
-            f"the keeper of the arena's memory does not answer ({error}); end it to start cold",
-        ) from error
     finally:
         for descriptor in kept.values():
             os.close(descriptor)
@@ -308,7 +299,7 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
         )
     check_place(plan.folder, filesystem, plan.hugepages)
     found = examine(plan, plan.folder)
-    if plan.keep_s and found.step is Step.COLD:
+    if plan.keep and found.step is Step.COLD:
         _check_anonymous(plan, kernel)
     _check_files(plan, plan.folder, filesystem, found, kernel)
     check_memory(kernel.address_space(), room_of(plan.geometry, filesystem).bytes)
@@ -347,7 +338,7 @@ def _check_files(
 ) -> None:
     """Compare the files to be made or extended with the space that is left."""
     room = room_of(plan.geometry, filesystem)
-    if plan.keep_s:
+    if plan.keep:
         room = replace(room, segments=0)
     small = filesystem.kind is not FilesystemKind.HUGETLBFS
     if small and found.step is Step.ADOPT:
@@ -387,7 +378,7 @@ def _missing(plan: ArenaPlan, folder: Path, room: Room, found: Found) -> int:
     segments = [segment_path(folder, i) for i in range(len(plan.geometry.segments))]
     missing = max(room.journal - _taken(journal), 0)
     missing += max(room.catalogue - _taken(folder / CATALOGUE_NAME), 0)
-    for index, path in enumerate([] if plan.keep_s else segments):
+    for index, path in enumerate([] if plan.keep else segments):
         missing += max(plan.geometry.segment_bytes(index) - _taken(path), 0)
     return missing
 

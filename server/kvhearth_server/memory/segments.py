@@ -19,7 +19,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.memory_limits import MemoryLimit, tightest
 from kvhearth.shared_memory import SharedMapping
 from kvhearth_server.config.value_types import format_size
-from kvhearth_server.memory.keeper import is_sealed
+from kvhearth_server.memory.descriptor_store import is_sealed
 from kvhearth_server.memory.mapping import (
     BASE_PAGE_BYTES,
     GIB,

@@ -591,7 +591,7 @@ def gather(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, I64]]:
     return [(outcome, np.array(found, np.int64)) for outcome, found in rows.items()]
 
 
-NAMESPACES_NAME, NAMESPACES_FRESH_NAME = "namespaces.json", "namespaces.new"
+NAMESPACES_NAME, NAMESPACES_FRESH_NAME = "namespaces", "namespaces.new"
 """Files that are not the tier's. Their writer keeps room for them beside each place's capacity."""
 
 

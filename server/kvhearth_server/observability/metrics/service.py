@@ -245,7 +245,7 @@ SERVICE: tuple[Metric, ...] = (
         usual={
             *("admin_door", "attach", "attach_connection", "catalogue", "drains"),
             *("files", "garbage", "gateway", "http_accept", "http_path", "http_tick"),
-            *("keeper", "lag", "miss_ratios", "pins"),
+            *("lag", "miss_ratios", "pins"),
             *("populate", "recovery", "reload", "scrub", "scrub_ssd", "sum", "tiering", "trim"),
             *("verify", "watch", "watchdog"),
         },
