@@ -28,7 +28,6 @@ from kvhearth_server.core.state import Limits
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.populating import populate
-from kvhearth_server.engine.scrub import Scrub
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
 from kvhearth_server.gateway.doors import Doors
@@ -229,9 +228,7 @@ async def _serve(
     gateway = _open_gateway(settings, engine, supervisor)
     reloader = Reloader(settings, again, engine, operators.doors, gateway)
     _follow_hangups(reloader, engine, supervisor)
-    background = ChecksumWorkers(
-        engine, supervisor, sum_threads=settings.sum_threads, verify=settings.verify_adopted
-    )
+    background = ChecksumWorkers(engine, supervisor, sum_threads=settings.sum_threads)
     dispatcher = Dispatcher(engine, background.verify_blocks)
     shares = door_shares(settings)
     rpc = RpcServer(settings.grpc_socket, engine, dispatcher, shares.grpc)
@@ -372,8 +369,6 @@ def _spawn(
             supervisor.spawn("recovery", partial(follow_recovery, tier))
     supervisor.spawn("populate", partial(populate, engine))
     supervisor.spawn("miss_ratios", engine.miss_ratios.run)
-    if settings.scrub_rate:
-        Scrub(engine, background.verify_blocks, settings.scrub_rate).start(supervisor)
     if engine.tiering is not None:
         degraded = DegradedLog(engine.tiering.tier.problems)
         supervisor.spawn("tiering", partial(drive, engine.tiering, degraded))

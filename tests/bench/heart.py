@@ -113,7 +113,6 @@ def restart_part(count: int) -> dict[str, Any]:
     settings = {
         "memory": -(-count * SMALL_BYTES // (64 * MIB)) * 64 * MIB,
         "slot_bytes_min": SMALL_BYTES,
-        "verify_adopted": False,
         "http": "off",
     }
     with tempfile.TemporaryDirectory(prefix="kvh-") as name, arena_folder() as arena:

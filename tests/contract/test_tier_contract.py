@@ -254,27 +254,6 @@ def test_room_is_made_by_evicting_and_evictions_are_told(desk: Desk) -> None:
         assert len(desk.load(part).rows(Done)) == len(part)
 
 
-def test_a_walk_returns_every_block_once(desk: Desk) -> None:
-    shapes = [family(), family(group=1, shards=2)]
-    for of in shapes:
-        desk.store_all(range(20), of)
-    found: dict[BlockSpec, list[bytes]] = {}
-    cursor, steps = 0, 0
-    while cursor or not steps:
-        cursor, step = desk.tier.walk(cursor, 7)
-        assert sum(len(keys) for _, keys in step) <= 7
-        for of, keys in step:
-            found.setdefault(of, []).extend(keys)
-        steps += 1
-    if desk.tier.shared:
-        assert (found, steps, desk.tier.blocks) == ({}, 1, 0)
-        return
-    assert {of: sorted(keys) for of, keys in found.items()} == {
-        of: sorted(keys_of(range(20))) for of in shapes
-    }
-    assert desk.tier.blocks == 40
-
-
 def test_a_namespace_is_forgotten_in_portions(desk: Desk) -> None:
     other = family(namespace=bytes(32))
     desk.store_all(range(10))

@@ -159,29 +159,8 @@ def offset_of(engine: Engine, key: bytes) -> int:
     return int(found.groups[0].extents[0]["offset"])
 
 
-def test_a_damaged_block_is_removed_by_the_verification() -> None:
+def test_a_reader_finds_a_damaged_block_and_tells() -> None:
     with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
-        keys = new_keys(20)
-        assert engine.store(keys).bound == keys
-        place, boot_id = offset_of(engine, keys[7]), engine.client.boot_id
-        daemon.kill()
-        damage(daemon, place + PAGE - 1)
-        daemon.start()
-        until(
-            lambda: daemon.counters().get("checksum_failures{adoption}") == 1, "it finds the block"
-        )
-        back(engine, boot_id)
-        seen = engine.check(keys)
-        assert (seen.bad, seen.absent, len(seen.right)) == ([], [keys[7]], 19)
-        assert daemon.stats().blocks == 19
-        until(lambda: logged(daemon, "blocks.corrupt"), "it says so")
-
-
-def test_a_reader_finds_a_damaged_block_first_and_tells() -> None:
-    with (
-        running_daemon(verify_adopted=False) as daemon,
-        engine_of(daemon.url(), CONTRACT) as engine,
-    ):
         keys = new_keys(20)
         assert engine.store(keys).bound == keys
         place, boot_id = offset_of(engine, keys[7]), engine.client.boot_id

@@ -15,7 +15,7 @@ from support.scripted_engine import BLOCK_TOKENS, FULL, PAGE_BYTES, ScriptedEngi
 from kvhearth.contract import GroupKind, GroupSpec, namespace_digest
 from kvhearth_server.transport.dispatch import PREFETCHED_PER_TURN_MAX
 
-SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
+SSD = {"ssd_segment_bytes": "2MiB"}
 BLOCKS = 600
 """More blocks than the 16 MiB of memory hold (256)."""
 PORTION = 32

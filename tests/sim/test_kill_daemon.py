@@ -276,9 +276,7 @@ def lane(seed: int, kills: int, deadline: float) -> Tally:
     while tally.deaths.total() < kills and time.monotonic() < deadline:
         roomy = rng.random() < 0.6
         memory = "128MiB" if roomy else "6MiB"
-        with stopped_daemon(
-            memory=memory, stock_fraction_max=0.3, verify_adopted=rng.random() < 0.7
-        ) as daemon:
+        with stopped_daemon(memory=memory, stock_fraction_max=0.3) as daemon:
             world = World(rng, daemon, f"w{seed & 0xFFFF}.{tally.worlds}.", roomy=roomy)
             try:
                 for _ in range(min(WORLD_ROUNDS, kills - tally.deaths.total())):

@@ -102,7 +102,6 @@ def a_world(
         blocks_max=4000 if kind == PRESSED else blocks,
         flush=False,
         interface="auto",
-        verify_adopted=True,
         skewed=False,
         remote=remote,
     )

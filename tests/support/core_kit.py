@@ -164,10 +164,10 @@ class Rig:
             self.core.membership.leave(member, finished=finished)
             self.check()
 
-    def remove_bad(self, head: int, source: str) -> int:
+    def remove_bad(self, head: int) -> int:
         """Remove a block as one whose bytes are wrong. Return how many were removed."""
         heads = np.array([head], np.int64)
-        return self.core.reading.remove_bad(heads, self.state.table.generation[heads], source)
+        return self.core.reading.remove_bad(heads, self.state.table.generation[heads])
 
     def group(self, session: int) -> Group:
         """The group of a session."""

@@ -29,8 +29,6 @@ SMALL: dict[str, object] = {
     "drain_grace_s": "0.2",
     "drain_grace_no_pidfd_s": "0.4",
     "http": "off",
-    # Tests that corrupt bytes choose which check must find them.
-    "scrub_rate": "0",
     "shared_index": os.environ.get("KVHEARTH_TEST_SHARED_INDEX") != "false",
 }
 """Settings of a daemon that starts quickly on any machine."""

@@ -154,7 +154,6 @@ class ReadingRules(MachineBase):
             self.core.reading.remove_bad,
             np.array(block.slots[:1]),
             np.array(block.generations[:1], np.uint32),
-            "reader",
         )
         assert remove()
         assert not remove()

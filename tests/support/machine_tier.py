@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
-from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.tiers.base import Failed, Outcome, Throttled
 from support.core_kit import contract, full, key, mamba, window
@@ -297,18 +296,6 @@ class TierMachine(RuleBasedStateMachine):
         """Flip a bit of the tier's copies."""
         self.rig.tier.damage(named)
 
-    @seldom
-    @rule(seat=seats, named=new_keys)
-    def scrub_lower_tier(self, seat: int, named: list[bytes]) -> None:
-        if seat in self.seats:
-            space = self.rig.state.namespaces.get(self.rig.group(self.seats[seat]).namespace)
-            there = self.rig.tiering.present(space, 0, named)
-            chosen = [each for each, flag in zip(named, there.tolist(), strict=True) if flag]
-            if chosen:
-                spec = space.contract.groups[0]
-                request = PromotionRequest(space, 0, spec, chosen, [b""] * len(chosen))
-                self.rig.tiering.verify_lower_tier(request, lambda parts: None)
-
     @precondition(lambda self: self.steps % 6 == 5 and len(self.rig.state.index))
     @rule(data=st.data())
     def damage_here(self, data: st.DataObject) -> None:
@@ -323,7 +310,7 @@ class TierMachine(RuleBasedStateMachine):
         bring_back = rig.tiering.repair(np.array([head]))
         self.may_lose = True
         remove = rig.core.reading.remove_bad
-        assert rig.call(remove, np.array([head]), table.generation[[head]], "scrub")
+        assert rig.call(remove, np.array([head]), table.generation[[head]])
         bring_back()
 
     # -- invariants --------------------------------------------------------------------------------

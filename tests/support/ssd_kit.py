@@ -9,7 +9,7 @@ from support.daemon import Daemon, until
 
 PAGE = 64 << 10
 CONTRACT = contract_of(PAGE)
-SSD = {"ssd_segment_bytes": "2MiB", "scrub_rate": "0"}
+SSD = {"ssd_segment_bytes": "2MiB"}
 MEMORY_BLOCKS = 256
 """Number of blocks that the 16 MiB of a small daemon hold."""
 

@@ -114,15 +114,6 @@ class DramTier(Tier):
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         return sum(self._drop((namespace, group, key)) for key in keys)
 
-    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        """Take one step in the order of the names, so that blocks may come and go between two."""
-        names = sorted(self._blocks)
-        found: dict[BlockSpec, list[bytes]] = {}
-        for name in names[cursor : cursor + count]:
-            found.setdefault(self._blocks[name].family, []).append(name[2])
-        end = cursor + count
-        return end if end < len(names) else 0, list(found.items())
-
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
         names = [name for name in self._blocks if name[0] == namespace]
         chosen = [name for name in names if name[1] == names[0][1]][:count]

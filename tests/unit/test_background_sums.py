@@ -20,7 +20,7 @@ class Failing(ChecksumWorkers):
     """A background task whose first checksum fails."""
 
     def __init__(self, engine: Any, supervisor: Supervisor) -> None:
-        super().__init__(engine, supervisor, sum_threads=1, verify=False)
+        super().__init__(engine, supervisor, sum_threads=1)
         self.summed: list[Any] = []
         self.failures = 0
 

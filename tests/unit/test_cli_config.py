@@ -95,8 +95,12 @@ def test_sample(run: Run) -> None:
 def test_settings_as_yaml_give_the_settings_again(tmp_path: Path) -> None:
     settings = Settings(
         **{"memory": "2GiB", "tenants": ["a=1,2:512MiB", "b=3:1GiB"], "pin_ttl_max_s": "90m"},
-        **{"arena_dir": "/dev/shm/k #1", "namespace_quota": "1GiB", "verify_adopted": False},
-        **{"ssd_dirs": ["/mnt/a: b=2GiB", "/mnt/c=3GiB"], "scrub_rate": 12345, "ssd_flush": True},
+        **{"arena_dir": "/dev/shm/k #1", "namespace_quota": "1GiB", "shared_index": False},
+        **{
+            "ssd_dirs": ["/mnt/a: b=2GiB", "/mnt/c=3GiB"],
+            "message_bytes_max": 123456,
+            "ssd_flush": True,
+        },
     )
     path = tmp_path / "kvhearth.yaml"
     path.write_text(settings_yaml(settings))

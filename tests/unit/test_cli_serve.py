@@ -61,10 +61,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_flags_environment_and_file_reach_the_daemon(tmp_path: Path) -> None:
     path = tmp_path / "kvhearth.yaml"
     path.write_text("pins_max: 3\n")
-    shown = "print(settings.memory, settings.tenants[1].uids, settings.verify_adopted, end=' ')"
+    shown = "print(settings.memory, settings.tenants[1].uids, settings.shared_index, end=' ')"
     shown += "; print(settings.pins_max, settings.keys_max, settings.hugepages); return 0"
     done = kvhearth(
-        *("serve", "--memory", "512MiB", "--hugepages=off", "--no-verify-adopted"),
+        *("serve", "--memory", "512MiB", "--hugepages=off", "--no-shared-index"),
         *("--tenants", "a=1:64MiB", "--tenants", "b=2,3:64MiB", "--config", str(path)),
         prelude=with_daemon(shown),
         KVHEARTH_KEYS_MAX="9",

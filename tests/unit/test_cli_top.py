@@ -77,6 +77,6 @@ def test_the_verdict_tells_the_worst_first() -> None:
     assert found.ssd is not None
     found.ssd.directories[0].reasons.append("/mnt/a is full")
     assert verdict(found) == ("yellow", "SSD degraded: /mnt/a is full")
-    found.recent.append(Event(2, 0.0, 0.0, "checksum", "scrub", "", 1))
+    found.recent.append(Event(2, 0.0, 0.0, "checksum", "reader", "", 1))
     assert verdict(found)[0] == "red"
     assert verdict(replace(found, draining=True))[1].startswith("draining")

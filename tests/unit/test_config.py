@@ -144,12 +144,12 @@ def test_the_file_may_be_named_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kvhearth.yaml"
-    path.write_text("keys_max: 5\ntenants: ['a=1,2:128MiB']\nverify_adopted: false\n")
+    path.write_text("keys_max: 5\ntenants: ['a=1,2:128MiB']\nshared_index: false\n")
     monkeypatch.setenv("KVHEARTH_CONFIG", str(path))
     settings = load_settings({})
     assert settings.keys_max == 5
     assert settings.tenants == (TenantSetting("a", (1, 2), 128 << 20),)
-    assert not settings.verify_adopted
+    assert not settings.shared_index
 
 
 def test_settings_alone_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_ssd_directories_from_flags_environment_and_file(
         ({"ssd_depth": "0"}, "--ssd-depth: '0'"),
         ({"ssd_admission": "some"}, "--ssd-admission: 'some'"),
         ({"ssd_bytes_per_day": "-1"}, "--ssd-bytes-per-day: '-1'"),
-        ({"scrub_rate": "much"}, "--scrub-rate: 'much': not a size"),
+        ({"message_bytes_max": "much"}, "--message-bytes-max: 'much': not a size"),
     ],
 )
 def test_an_ssd_tier_that_cannot_be(flags: dict[str, object], reported: str) -> None:

@@ -78,7 +78,7 @@ def test_each_cause_has_its_word() -> None:
         rig.put(session, keys(*range(first, first + 10)))
     cursor = rig.state.events.subscribe()
     head = rig.head(session, key(19))
-    rig.remove_bad(head, "reader")
+    rig.remove_bad(head)
     assert reported(rig, cursor)[-1] == (REMOVED, [19], "checksum")
     digest = next(iter(rig.state.namespaces)).digest
     rig.core.evict(digest, 18 * 4096)

@@ -43,7 +43,7 @@ def test_whatever_ends_a_lease_gives_its_part_of_the_bound_back() -> None:
     rig.lookup(session, keys(*range(8)), lease_id=1)
     head = rig.head(session, key(3))
     # A block that is removed under its readers stays held until they release it.
-    rig.remove_bad(head, "reader")
+    rig.remove_bad(head)
     rig.check()
     assert rig.state.ledger.segments[0].leased_slots == 8
     rig.leave(session)

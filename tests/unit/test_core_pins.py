@@ -58,7 +58,7 @@ def test_a_pin_does_not_keep_wrong_bytes_or_old_weights() -> None:
     rig.put(session, keys(0, 1))
     rig.pin(session, 1, keys(0, 1))
     head = rig.head(session, key(0))
-    assert rig.remove_bad(head, "reader")
+    assert rig.remove_bad(head)
     rig.check()
     rig.core.bump_epoch(session, 1)
     rig.put(session, keys(0, 1))

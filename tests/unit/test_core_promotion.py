@@ -8,10 +8,9 @@ from support.core_kit import contract, full, key, keys, window
 from support.tier_rig import TierRig
 
 from kvhearth.model import Tier
-from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.promotion import REQUESTERS_MAX
 from kvhearth_server.core.slot_table import CopyState, State
-from kvhearth_server.tiers.base import Failed, Throttled
+from kvhearth_server.tiers.base import Throttled
 
 
 def writeback_rig(count: int, **options: object) -> tuple[TierRig, int]:
@@ -237,26 +236,6 @@ def test_stray_slots_of_an_earlier_run_wait_for_its_requests() -> None:
     rig.turn()
     assert rig.slots_in(State.QUARANTINED) == 0
     assert not len(rig.core.promotions.orphaned_loads)
-
-
-def test_a_load_that_fails_in_the_tier_forgets_what_memory_believed_saved() -> None:
-    rig, session = writeback_rig(1)
-    rig.want(session, keys(0))
-    rig.settle()
-
-    def spoil(load: bool, named: bytes) -> Failed | None:
-        if load:
-            rig.tier.lose([named])
-        return Failed("io") if load else None
-
-    rig.tier.spoil = spoil
-    space = rig.state.namespaces.get(1)
-    reported: list[object] = []
-    request = PromotionRequest(space, 0, space.contract.groups[0], keys(0), [b""])
-    assert rig.tiering.verify_lower_tier(request, reported.append)
-    rig.turn()
-    assert reported
-    assert rig.copy_state(session, key(0)) == CopyState.NOT
 
 
 def test_a_tier_that_takes_no_loads_is_told_as_such() -> None:

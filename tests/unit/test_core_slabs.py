@@ -216,7 +216,7 @@ def test_a_refusal_is_not_remembered_for_too_long(free_by: str) -> None:
         for number in range(28):
             head = rig.head(other, key(number))
             generation = int(rig.state.table.generation[head])
-            rig.core.reading.remove_bad(np.array([head]), np.array([generation]), "reader")
+            rig.core.reading.remove_bad(np.array([head]), np.array([generation]))
     assert rig.reserve(session, 1, 1).short is None
 
 

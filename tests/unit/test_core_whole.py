@@ -131,7 +131,7 @@ def test_a_slot_that_another_block_took_is_not_served(kv_group: int) -> None:
     heads = [rig.head(mine, key(number)) for number in (1, 2, 3)]
     assert ascending(np.array(heads)) == slice(heads[0], heads[0] + 3)
     generation = int(rig.state.table.generation[heads[1]])
-    assert rig.core.reading.remove_bad(np.array(heads[1:2]), np.array([generation]), "scrub")
+    assert rig.core.reading.remove_bad(np.array(heads[1:2]), np.array([generation]))
     assert rig.lookup(mine, keys(1, 2, 3), lease_id=5).hit_tokens == 16
     rig.put(other, keys(2), kv_group=kv_group)
     assert rig.head(other, key(2), kv_group) == heads[1]
@@ -163,7 +163,7 @@ def test_pins_and_readers_of_removed_blocks_keep_the_books(
     assert (books.held, books.leased_slots) == (4096, 0)
     rig.core.pinning.unpin(session, [7])
     rig.lookup(session, keys(1, 2, 3), lease_id=8)
-    assert rig.remove_bad(head, "scrub")
+    assert rig.remove_bad(head)
     rig.check()
     assert books.quarantined == 4096
     rig.core.reading.release(session, [8])

@@ -94,11 +94,9 @@ def test_blocks_with_wrong_bytes_are_removed_in_portions() -> None:
     world = World(1024)
     core, seen = world.engine.core, [world.space.blocks]
     (heads,) = (found for _, _, found in core.state.index.spaces())
-    background = ChecksumWorkers(
-        world.engine, Supervisor(Counters(COUNTERS)), sum_threads=1, verify=False
-    )
+    background = ChecksumWorkers(world.engine, Supervisor(Counters(COUNTERS)), sum_threads=1)
     removed, _ = meanwhile(
-        lambda: background.verify_blocks(core.state.table.blocks_of(heads), "reader"),
+        lambda: background.verify_blocks(core.state.table.blocks_of(heads)),
         lambda _: seen.append(world.space.blocks),
     )
     background.close()

@@ -10,7 +10,6 @@ from support.core_kit import contract, full, key, keys, refused
 from support.tier_rig import TierRig
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.engine.tiering.promotion import BEGUN_AT_ONCE
 from kvhearth_server.engine.tiering.writeback import PATIENCE_S, READ_BACK_PATIENCE_S
@@ -35,21 +34,16 @@ def gets_room(rig: TierRig, session: int, seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("how", ["batches", "blocks", "while others load", "hangs"])
+@pytest.mark.parametrize("how", ["batches", "blocks", "hangs"])
 def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> None:
     rig = TierRig(slabs=2)
     session = rig.attach()
-    if how == "while others load":
-        rig.save(session, keys(99))
-        rig.drop(session, keys(99))
     if how == "blocks":
         rig.tier.spoil = lambda load, named: None if load else Throttled("full", 0.02)
     elif how == "hangs":
         rig.tier.held = True
     else:
         rig.tier.refuse_stores = Throttled("full", 0.02)
-    space = rig.state.namespaces.get(1)
-    request = PromotionRequest(space, 0, space.contract.groups[0], keys(99), [b""])
     rig.put(session, keys(*range(30)))
     rig.turn()
     if how == "hangs":
@@ -57,11 +51,8 @@ def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> N
         rig.put(session, keys(30, 31))
     else:
         rig.put(session, keys(30, 31))
-    loads = rig.tiering.verify_lower_tier if how == "while others load" else None
     assert not gets_room(rig, session, PATIENCE_S - 0.5)
     for _ in range(4):
-        if loads is not None:
-            loads(request, lambda parts: None)
         rig.now += 0.25
         rig.turn()
     if how == "hangs":
@@ -355,62 +346,11 @@ def test_a_block_found_wrong_in_memory_rises_again() -> None:
     rig.view(head, 4096)[0] ^= 1
     bring_back = rig.tiering.repair(np.array([head]))
     generation = int(rig.state.table.generation[head])
-    assert rig.call(rig.core.reading.remove_bad, np.array([head]), np.array([generation]), "scrub")
+    assert rig.call(rig.core.reading.remove_bad, np.array([head]), np.array([generation]))
     bring_back()
     rig.settle()
     assert rig.in_memory(session, keys(2)) == [True]
     assert rig.count_of("repaired_blocks", "dram") == 1
-
-
-def test_a_block_found_wrong_below_is_stored_again() -> None:
-    rig = TierRig()
-    session = rig.attach()
-    rig.save(session, keys(1))
-    rig.tier.damage(key(1))
-    space = rig.state.namespaces.get(1)
-    request = PromotionRequest(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_lower_tier(request, lambda parts: None)
-    rig.settle()
-    assert rig.count_of("repaired_blocks", "ssd") == 1
-    rig.drop(session, keys(1))
-    rig.want(session, keys(1))
-    rig.settle()
-    assert rig.in_memory(session, keys(1)) == [True]
-
-
-def test_who_asks_for_a_block_that_is_only_looked_at_gets_it() -> None:
-    rig = TierRig()
-    session = rig.attach()
-    rig.save(session, keys(1))
-    rig.drop(session, keys(1))
-    rig.tier.held = True
-    space = rig.state.namespaces.get(1)
-    request = PromotionRequest(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_lower_tier(request, lambda parts: None)
-    rig.want(session, keys(1))
-    rig.tier.held = False
-    rig.settle()
-    assert rig.in_memory(session, keys(1)) == [True]
-
-
-def test_a_repair_that_joins_a_verification_is_loaded_after_it() -> None:
-    rig = TierRig()
-    session = rig.attach()
-    rig.save(session, keys(1))
-    rig.tier.held = True
-    space = rig.state.namespaces.get(1)
-    request = PromotionRequest(space, 0, space.contract.groups[0], keys(1), [b""])
-    assert rig.tiering.verify_lower_tier(request, lambda parts: None)
-    head = rig.head(session, key(1))
-    rig.view(head, 4096)[0] ^= 1
-    bring_back = rig.tiering.repair(np.array([head]))
-    generation = int(rig.state.table.generation[head])
-    heads, generations = np.array([head]), np.array([generation])
-    assert rig.call(rig.core.reading.remove_bad, heads, generations, "scrub")
-    bring_back()
-    rig.tier.held = False
-    rig.settle()
-    assert rig.in_memory(session, keys(1)) == [True]
 
 
 def test_a_load_that_hangs_is_told_and_keeps_its_slots() -> None:

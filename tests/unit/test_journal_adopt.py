@@ -278,7 +278,7 @@ def test_what_readers_kept_from_reuse_is_free_after_a_restart() -> None:
     desk.core.reading.lookup(desk.session, desk.epoch, [KeysItem(0, keys(0))], 7)
     generation = int(desk.core.state.table.generation[slot])
     remove = desk.core.reading.remove_bad
-    desk.shell.engine.call(remove, np.array([slot]), np.array([generation]), "reader")
+    desk.shell.engine.call(remove, np.array([slot]), np.array([generation]))
     assert desk.core.state.table.state[slot] == State.QUARANTINED
     core = desk.restart()
     assert core.state.table.state[slot] == State.FREE
@@ -396,7 +396,7 @@ def test_of_two_blocks_under_one_key_the_newer_is_taken() -> None:
     header = desk.headers[old].copy()
     generation = int(desk.core.state.table.generation[old])
     remove = desk.core.reading.remove_bad
-    desk.shell.engine.call(remove, np.array([old]), np.array([generation]), "reader")
+    desk.shell.engine.call(remove, np.array([old]), np.array([generation]))
     desk.take(1)
     new = int(desk.put(keys(0))[0, 0])
     assert new != old

@@ -139,7 +139,6 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "sessions": 16,
         "sessions_leaving": 17,
         "groups": 18,
-        "verifying_blocks": 19,
         "adopt_s": 0.25,
         "ssd": ssd(demoting_blocks=40, promoting_blocks=41),
         "tier": a_tier(),
@@ -148,7 +147,6 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "counters": {},
         "recent": [],
         "rates": {},
-        "scrub_progress": {"dram": 0.5, "ssd": 0.25},
         "counts": counts,
         "client_counters": Counter({"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22}),
         "timings": timings,
@@ -232,7 +230,7 @@ def test_labelled_counters_are_there_from_the_start() -> None:
     """Without an event yet: a rise from an absent series is none, so an alert would miss it."""
     counts = Counters(COUNTERS).values()
     found = scraped(a_snapshot(counts=counts, client_counters=Counter()))
-    for source in ("adoption", "reader"):
+    for source in ("reader", "ssd"):
         assert value(found, "checksum_failures_total", source=source) == 0
     for reason in Reason:
         assert value(found, "refusals_total", reason=reason.value) == 0
@@ -251,16 +249,10 @@ def test_a_word_that_is_not_usual_is_shown_once_it_came() -> None:
     assert value(found, "adoption_dropped_total", reason="comet") == 3
 
 
-@pytest.mark.parametrize(
-    ("counter", "used"),
-    [
-        ("task_failures", _words(r"""spawn\(\s*"(\w+)\"""") | {"attach_connection"}),
-        ("checksum_failures", _words(r"""verify_blocks\([^()]*, "(\w+)"\)""")),
-    ],
-)
-def test_usual_words_are_those_that_the_daemon_counts(counter: str, used: set[str]) -> None:
+def test_usual_tasks_are_those_that_the_daemon_spawns() -> None:
+    used = _words(r"""spawn\(\s*"(\w+)\"""") | {"attach_connection"}
     assert used
-    assert used <= COUNTERS[counter].usual
+    assert used <= COUNTERS["task_failures"].usual
 
 
 def test_seconds_of_copies() -> None:
@@ -329,7 +321,6 @@ def test_values_of_the_ssd_tier() -> None:
     assert value(found, "ssd_read_latency_seconds") == 0.003
     assert value(found, "ssd_budget_left_bytes") == 39
     assert value(found, "tier_waiting_blocks", direction="demotion") == 40
-    assert value(found, "scrub_round_ratio", tier="ssd") == 0.25
 
 
 def test_every_counter_of_the_ssd_tier_is_shown() -> None:
@@ -389,10 +380,9 @@ def test_reasons_of_refusals_are_those_that_the_tier_gives() -> None:
 
 
 def test_without_an_ssd_tier_there_are_no_series_of_it() -> None:
-    found = scraped(a_snapshot(tier=None, ssd=None, scrub_progress={"dram": 0.5}))
+    found = scraped(a_snapshot(tier=None, ssd=None))
     about = {name for name, _ in found if re.search("ssd|demot|promot|prefetch|repaired", name)}
     assert about == set()
-    assert value(found, "scrubbed_blocks_total", tier="dram") > 0
 
 
 def test_labels_cannot_break_a_line() -> None:

@@ -83,7 +83,7 @@ def test_all_faults_come_round_in_few_worlds(tmp_path: Path) -> None:
     for seed in range(20):
         done = [s.fault for plan in plans(tmp_path, 6, seed=seed) for s in plan.steps]
         possible = len(TABLE) - len(REMOTES)
-        assert len(set(done)) >= min(len(done), possible) * 0.7, (seed, done)
+        assert len(set(done)) >= min(len(done), possible) * 0.65, (seed, done)
         some = [s.fault for plan in plans(tmp_path, 2, seed=seed) for s in plan.steps]
         assert len(set(some)) >= len(some) * 0.65, (seed, some)
 

@@ -188,7 +188,6 @@ def store_zeros(
     granted, shards = extents.shape
     if scattered:
         extents = np.random.default_rng(start).permutation(extents)
-    # The scrub removes blocks stored with another checksum.
     digest = np.frombuffer(checksum_of(bytes(page_bytes)), np.uint8)
     sums = np.tile(digest, (granted, shards, 1))
     stored = CommitGroup(keys[:granted], extents, sums, parent)

@@ -59,7 +59,6 @@ class Shape:
     blocks_max: int
     flush: bool
     interface: str
-    verify_adopted: bool
     skewed: bool
     remote: tuple[int, ...] = ()
     tier: str = ""
@@ -99,7 +98,6 @@ class Shape:
             "held_fraction_max": 0.9,
             "log_level": "info",
             "http": "off",
-            "verify_adopted": self.verify_adopted,
         }
         if self.remote:
             values["listen"] = f"{GATEWAY_HOST}:{port}"
@@ -175,7 +173,6 @@ def shape_of(
     # Sometimes at random, and certainly in a run of minutes.
     flush = rng.random() < 0.15 or number % 6 == _FLUSHED
     interface = rng.choice(["auto", "auto", "auto", "threads"])
-    verify_adopted = rng.random() < 0.7
     # The clock of a remote's helper would not jump with the daemon's.
     skewed = skewed and rng.random() < 0.5 and kind != SHARED
     # The last draws: what comes before is the same with and without a gateway.
@@ -193,7 +190,6 @@ def shape_of(
         blocks_max=blocks if kind != PRESSED else 12 * blocks,
         flush=flush,
         interface=interface,
-        verify_adopted=verify_adopted,
         skewed=skewed,
         remote=clients_of_gateway,
         tier=rng.choice(tiers) if kind == SHARED else "",

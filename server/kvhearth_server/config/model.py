@@ -176,11 +176,6 @@ class Settings(BaseSettings):
         description="Number of threads that compute checksums in memory; as many more verify "
         "transfers to and from the SSD tier.",
     )
-    verify_adopted: bool = Field(
-        True,
-        description="Verify adopted blocks in the background after a restart. Readers verify the "
-        "remaining ones in any case.",
-    )
     ssd_dirs: SsdDirs = Field(
         (),
         description="Directory of the SSD tier and the limit of its size; repeatable, one for each "
@@ -267,13 +262,6 @@ class Settings(BaseSettings):
         description="File (YAML) of keys that encrypt blocks on SSD: TENANT: [{id: NAME, key: "
         "base64 of 32 bytes}], the first one writes, all of them read. For the daemon's user only "
         "(0600); read at the start. Default: blocks are not encrypted.",
-    )
-    scrub_rate: Size = Field(
-        32 << 20,
-        ge=0,
-        le=1 << 40,
-        description="Bytes per second that are verified in the background, for memory and for SSD "
-        "each; 0: none.",
     )
     grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
         "on",

@@ -381,7 +381,7 @@ class Reading:
         heads = np.unique(np.concatenate(parts))
         return table.blocks_of(heads[table.namespace[heads] == group.namespace])
 
-    def remove_bad(self, heads: I64, generations: U32, source: str) -> int:
+    def remove_bad(self, heads: I64, generations: U32) -> int:
         """Remove distinct blocks whose bytes do not match their checksums.
 
         Blocks that are gone already are passed over. Returns the number of removed blocks.
@@ -390,7 +390,7 @@ class Reading:
         live = (table.generation[heads] == generations) & (table.state[heads] == _SUMMED)
         removed = int(np.count_nonzero(live))
         if removed:
-            self._state.count("checksum_failures", removed, source)
+            self._state.count("checksum_failures", removed, "reader")
             remove_blocks(self._state, heads[live], Cause.CHECKSUM)
         return removed
 

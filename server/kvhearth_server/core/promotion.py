@@ -24,8 +24,6 @@ Requester = tuple[int, int]
 
 ANONYMOUS: Requester = (0, 0)
 """Requester of promotions that cannot be cancelled."""
-VERIFIER: Requester = (0, 1)
-"""Requester that verifies copies in a lower tier; the only one that does not want the blocks."""
 REQUESTERS_MAX = 256
 """Upper bound on the requesters of one promotion; with more it can no longer be cancelled."""
 
@@ -71,16 +69,10 @@ class Promotions:
         request: PromotionRequest,
         requester: Requester,
         blocks_max: int,
-        *,
-        here_too: bool = False,
     ) -> Promotion | None:
         """Take slots for the first requested blocks that are not being promoted yet.
 
         Returns None if there is nothing to do, or no room.
-
-        Args:
-            here_too: include blocks that are in memory as well, to check their copies in the lower
-                tier.
         """
         self.short = False
         number, kv_group = request.namespace.number, request.kv_group
@@ -88,7 +80,7 @@ class Promotions:
             return None  # forgotten meanwhile
         heads = self._state.index.find(number, kv_group, request.keys)
         here = heads >= 0
-        here &= (self._state.table.epoch[heads] == request.namespace.epoch) & (not here_too)
+        here &= self._state.table.epoch[heads] == request.namespace.epoch
         fresh, named = [], set[bytes]()
         for row, key in enumerate(request.keys):
             if here[row] or key in named:

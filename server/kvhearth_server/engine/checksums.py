@@ -1,4 +1,6 @@
-"""Background tasks of the engine: checksums, verification, draining of sessions, expired pins."""
+"""Background tasks of the engine: checksums, draining of sessions, expired pins; verification of
+blocks that a reader suspects.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,7 @@ _log = get_logger("kvhearth.engine")
 class ChecksumWorkers:
     """The engine's background tasks."""
 
-    def __init__(
-        self, engine: Engine, supervisor: Supervisor, *, sum_threads: int, verify: bool
-    ) -> None:
+    def __init__(self, engine: Engine, supervisor: Supervisor, *, sum_threads: int) -> None:
         self._engine = engine
         self._supervisor = supervisor
         self._pool = ThreadPoolExecutor(
@@ -55,15 +55,12 @@ class ChecksumWorkers:
         )
         self._views: list[U8] = [segment.view for segment in engine.arena.segments]
         self._idle = asyncio.Event()
-        self._verify = verify
 
     def start(self) -> None:
         """Start all tasks; call on the loop."""
         self._supervisor.spawn("sum", self._sum_forever)
         self._supervisor.spawn("drains", self._watch_forever)
         self._supervisor.spawn("pins", self._expire_forever)
-        if self._verify:
-            self._supervisor.spawn("verify", self._verify_adopted)
 
     async def settled(self) -> None:
         """Wait until no committed block lacks its checksum."""
@@ -135,9 +132,6 @@ class ChecksumWorkers:
                 engine.core.writing.summed, slots, generations, sums.reshape(len(slots), shards, -1)
             )
 
-    def _block_bytes(self, slots: I64) -> int:
-        return int(self._engine.core.state.table.slot_bytes_of(slots).sum())
-
     async def _sums(self, slots: I64) -> U8:
         """Return the current checksums of slots, shape (n, 16); those of more than a few bytes are
         computed on a thread.
@@ -171,11 +165,11 @@ class ChecksumWorkers:
 
     # -- verification ------------------------------------------------------------------------------
 
-    async def verify_blocks(self, blocks: list[I64], source: str) -> int:
+    async def verify_blocks(self, blocks: list[I64]) -> int:
         """Verify distinct blocks (see ``SlotTable.blocks_of``); return how many were removed."""
-        return sum([await self._verify_all(slots, source) for slots in blocks])
+        return sum([await self._verify_all(slots) for slots in blocks])
 
-    async def _verify_all(self, slots: I64, source: str) -> int:
+    async def _verify_all(self, slots: I64) -> int:
         """Verify distinct blocks, shape (n, shards); return the number removed because they did not
         match.
 
@@ -188,12 +182,12 @@ class ChecksumWorkers:
         step, removed = _blocks_at_once(int(sizes.max(initial=0))), 0
         for start in range(0, len(slots), step):
             portion = slice(start, start + step)
-            removed += await self._verify_portion(slots[portion], generations[portion], source)
+            removed += await self._verify_portion(slots[portion], generations[portion])
         if removed:
-            _log.error("blocks.corrupt", blocks=removed, found_by=source, message="removed")
+            _log.error("blocks.corrupt", blocks=removed, found_by="reader", message="removed")
         return removed
 
-    async def _verify_portion(self, slots: I64, generations: U32, source: str) -> int:
+    async def _verify_portion(self, slots: I64, generations: U32) -> int:
         table = self._engine.core.state.table
         live = (table.generation[slots] == generations).all(axis=1)
         live &= (table.state[slots] == State.SUMMED).all(axis=1)
@@ -212,10 +206,10 @@ class ChecksumWorkers:
             if start:
                 await asyncio.sleep(0)
             some = slice(start, start + _REMOVED_MAX)
-            removed += self._remove(slots[bad, 0][some], generations[bad, 0][some], source)
+            removed += self._remove(slots[bad, 0][some], generations[bad, 0][some])
         return removed
 
-    def _remove(self, heads: I64, generations: U32, source: str) -> int:
+    def _remove(self, heads: I64, generations: U32) -> int:
         """Remove corrupt blocks, and promote those that have good copies in the lower tier."""
         engine = self._engine
         bring_back = None
@@ -223,25 +217,10 @@ class ChecksumWorkers:
             current = engine.core.state.table.generation[heads] == generations
             heads, generations = heads[current], generations[current]
             bring_back = engine.tiering.repair(heads)
-        gone: int = engine.call(engine.core.reading.remove_bad, heads, generations, source)
+        gone: int = engine.call(engine.core.reading.remove_bad, heads, generations)
         if gone and bring_back is not None:
             bring_back()
         return gone
-
-    async def _verify_adopted(self) -> None:
-        """Verify adopted blocks beside the traffic; until then readers must verify them."""
-        engine = self._engine
-        table = engine.core.state.table
-        while engine.to_verify:
-            heads, generations = engine.to_verify[0]
-            step = _blocks_at_once(self._block_bytes(heads[:1]))
-            for start in range(0, len(heads), step):
-                portion = heads[start : start + step]
-                same = table.generation[portion] == generations[start : start + step]
-                blocks = table.blocks_of(portion[same])
-                await self.verify_blocks(blocks, "adoption")
-                await asyncio.sleep(0.001)
-            engine.to_verify.popleft()
 
     # -- who is gone -------------------------------------------------------------------------------
 

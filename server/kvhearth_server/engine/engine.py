@@ -23,7 +23,7 @@ import numpy as np
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, KEY_BYTES_MAX, Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
-from kvhearth.model import EXTENT_BYTES, I64, U32
+from kvhearth.model import EXTENT_BYTES
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello, SegmentInfo, Welcome
 from kvhearth_server.core.actions import (
@@ -148,11 +148,8 @@ class Engine:
         self.eviction_ages = Histogram(AGE_BOUNDS)
         self.to_sum: deque[Sum] = deque()
         self._ones_to_sum: list[SumOne] = []
-        self.to_verify: deque[tuple[I64, U32]] = deque()
         self.work = asyncio.Event()
         """Set when ``to_sum`` has got more."""
-        self.scrub_progress: dict[str, float] = {}
-        """Fraction of the current round that the scrub has read, 0 to 1, by tier."""
         self.doors_shut: dict[str, str] = {}
         """Reasons of doors that take nobody for the moment, by the door's name."""
         self.tiering: Tiering | None = None

@@ -302,9 +302,6 @@ def take_over(engine: Engine) -> None:
     for ghost in ghosts:
         engine.sessions.add(ghost)
     engine.adopted_blocks = sum(len(part.keys) for part in found.blocks)
-    for part in found.blocks:
-        heads = part.slots[part.summed, 0]
-        engine.to_verify.append((heads, state.table.generation[heads].copy()))
     for group in groups.values():
         engine.call(engine.core.membership.release_quarantine, group)
     _end_private(engine)

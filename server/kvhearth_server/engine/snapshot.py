@@ -168,8 +168,6 @@ class Snapshot(Stats):
     """
 
     doors_shut: int
-    verifying_blocks: int
-    scrub_progress: Mapping[str, float]
     counts: Mapping[tuple[str, str], int]
     timings: CallTimings
     eviction_ages: Histogram
@@ -226,12 +224,10 @@ def take_snapshot(engine: Engine) -> Snapshot:
         sessions=attached,
         sessions_leaving=len(engine.sessions) - attached,
         groups=len(groups),
-        verifying_blocks=sum(len(heads) for heads, _ in engine.to_verify),
         adopt_s=engine.adopt_s,
         ssd=None if tiering is None or tier is None else _ssd(tiering, tier),
         tier=tier,
         promotion_s=None if tier is None or tiering is None else tiering.promotion_seconds,
-        scrub_progress=engine.scrub_progress,
         counters=engine.counters.snapshot(),
         counts=engine.counters.values(),
         client_counters=dict(engine.reported.totals),

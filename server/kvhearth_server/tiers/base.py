@@ -456,21 +456,6 @@ class Tier(Protocol):
         """
         return Known(self.look_up(family, keys).present, None)
 
-    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        """Take one short step through all stored blocks, without reading any.
-
-        A complete round returns every block that is present all the time, except blocks that the
-        tier moves or overwrites meanwhile.
-
-        Args:
-            cursor: 0 to begin, then the cursor that the last step returned.
-            count: most blocks of this step; there may be fewer, or none.
-
-        Returns:
-            The next cursor, 0 at the end of a round, and keys by family. The blocks may be gone by
-            the time they are loaded (``Missing``).
-        """
-
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Stop serving these keys; return how many were present. Running loads go on."""
 

@@ -332,19 +332,6 @@ class TierChain(Tier):
                 asking[rows] = found.asking
         return Known(present, asking)
 
-    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        """Take one step through all blocks, tier by tier: see ``Tier.walk``. A block that a cheaper
-        tier has too is left out.
-        """
-        inner, number = divmod(cursor, len(self._tiers))
-        inner, found = self._tiers[number].walk(inner, count)
-        if number:
-            cheaper = self._tiers[:number]
-            found = [(family, _absent(cheaper, family, keys)) for family, keys in found]
-        if inner:
-            return inner * len(self._tiers) + number, found
-        return (number + 1) % len(self._tiers), found
-
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Stop serving these keys; return how many copies there were."""
         return sum(tier.forget(namespace, group, keys) for tier in self._tiers)

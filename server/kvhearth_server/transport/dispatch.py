@@ -59,7 +59,7 @@ BOUND_PER_TURN_MAX = 64
 PREFETCHED_PER_TURN_MAX = 256
 """Blocks whose promotion a prefetch requests before others have their turn: about a millisecond."""
 
-Verify = Callable[[list[I64], str], Awaitable[int]]
+Verify = Callable[[list[I64]], Awaitable[int]]
 _log = get_logger("kvhearth.client")
 
 
@@ -412,7 +412,7 @@ class Dispatcher:
             # Many releases travel together: one lease that has already ended must not lose
             # another's report of wrong bytes, nor a bad report keep the leases.
             items = slots_items(request.bad, engine.limits.keys_max)
-            await self._verify(engine.core.reading.suspects(caller.session, items), "reader")
+            await self._verify(engine.core.reading.suspects(caller.session, items))
         return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
 
     def _prefetch(

@@ -19,7 +19,7 @@ from typing import TypeVar
 from kvhearth_lab.bench.report import p50, p99, ratio_of, steps
 from kvhearth_lab.bench.ssd.figures import BATCH, BATCHES_OUT, BLOCK_BYTES, GB, Result, Sizes
 from kvhearth_lab.bench.ssd.raw import FAMILY, Ceiling, Slots, Spot, keys_of
-from kvhearth_server.tiers.base import Completion, Done, LoadBatch, Missing, StoreBatch, Throttled
+from kvhearth_server.tiers.base import Completion, Done, LoadBatch, StoreBatch, Throttled
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -194,13 +194,10 @@ class Mover:
         for numbers in left:
             await self._load(keys_of(numbers), place)
 
-    async def _load(self, keys: list[bytes], place: int, *, scrub: bool = False) -> int:
-        done = await self._driven.load_batch(self._slots.load_batch(keys, place, use=not scrub))
-        # The tier may still be making room.
-        there = len(keys) - len(done.rows(Missing)) * scrub
-        if len(done.rows(Done)) != there:
+    async def _load(self, keys: list[bytes], place: int) -> None:
+        done = await self._driven.load_batch(self._slots.load_batch(keys, place))
+        if len(done.rows(Done)) != len(keys):
             raise OSError(f"a load failed: {done.parts}")
-        return there
 
     def spots(self, numbers: Iterable[int]) -> list[Spot]:
         """Return the places of those blocks that the tier has."""
@@ -227,22 +224,6 @@ class Mover:
             await stores
             self._stop = False
         return times
-
-    async def walk(self) -> int:
-        """Load everything that is stored, as a scrub does; returns the number of blocks."""
-        left = self._portions()
-        found = (self._load_portions(left, place) for place in range(BATCHES_OUT))
-        return sum(await asyncio.gather(*found))
-
-    def _portions(self) -> Iterator[list[bytes]]:
-        cursor, more = 0, True
-        while more:
-            cursor, step = self._driven.tier.walk(cursor, BATCH)
-            yield from (keys for _, keys in step)
-            more = cursor > 0
-
-    async def _load_portions(self, left: Iterator[list[bytes]], place: int) -> int:
-        return sum([await self._load(keys, place, scrub=True) for keys in left])
 
 
 def open_tier(folder: Path, slots: Slots, sizes: Sizes, interface: str) -> SsdTier:
@@ -362,8 +343,6 @@ class Course:
         self._result.values["mixed_carried_blocks"] = tier.counts["carried_blocks"] - carried
         for _ in steps(1, "reads among writes"):
             await self._among(raw, mover)
-        for _ in steps(1, "a scrub"):
-            await self._scrub(mover)
 
     def _fresh(self, size: int) -> list[int]:
         numbers = list(itertools.islice(self._next, size // BLOCK_BYTES))
@@ -421,13 +400,6 @@ class Course:
         values["raw_read_p99_ms"] = round(p99(alone) * 1e3, 2)
         values["read_p50_ms"] = round(p50(times) * 1e3, 2)
         values["read_p99_ms"] = round(p99(times) * 1e3, 2)
-
-    async def _scrub(self, mover: Mover) -> None:
-        async with self._ticker.running():
-            start = time.perf_counter()
-            blocks = await mover.walk()
-            seconds = time.perf_counter() - start
-        self._result.values["scrub_gbs"] = round(blocks * BLOCK_BYTES / GB / seconds, 3)
 
     def _figures(self) -> None:
         result, turns = self._result, self._turns

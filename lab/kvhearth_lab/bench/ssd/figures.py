@@ -150,7 +150,6 @@ FIGURES = (
     Figure("raw_read_cpu_s_per_gb", "of raw reads"),
     Figure("write_amplification", "bytes written to the drive for each stored, only stores"),
     Figure("mixed_carried_blocks", "blocks that were read lately, written anew to make room"),
-    Figure("scrub_gbs", "GB/s of going through all that is stored, verifying it"),
     Figure("encrypted_write_gbs", "GB/s of stores with keys_file"),
     Figure("encrypted_read_gbs", "GB/s of loads with keys_file"),
     Figure("encrypted_write_ratio", "stores with keys against those without, in turns"),

@@ -62,12 +62,12 @@ class Slots:
         sums = self._sums[slots].reshape(-1, 1)
         return StoreBatch(FAMILY, keys_of(names.tolist()), _places(slots), sums, names, names)
 
-    def load_batch(self, keys: list[bytes], place: int, *, use: bool = True) -> LoadBatch:
+    def load_batch(self, keys: list[bytes], place: int) -> LoadBatch:
         """Return a batch that loads any blocks into its own place of ``SLOTS // BATCH``: two
         batches under way must not share one.
         """
         slots = SLOTS + place * BATCH + np.arange(len(keys))
-        return LoadBatch(FAMILY, keys, _places(slots), is_use=use)
+        return LoadBatch(FAMILY, keys, _places(slots))
 
 
 def keys_of(numbers: Iterable[int]) -> list[bytes]:

@@ -260,7 +260,6 @@ def _bad_blocks(watched: Watched, engine: Engine, first: int) -> None:
     found = engine.client.lookup({0: keys_of(engine.seed, first, BAD)})
     if found.reason or found.lease_short:
         raise broken(f"bad blocks were not there: {found.reason or found.lease_short}")
-    # On a busy machine the scrubber finds some of them first.
     engine.client.release(found.lease, bad={0: found.groups[0].extents})
     end = time.monotonic() + DEADLINE_S
     while engine.look(first, BAD):

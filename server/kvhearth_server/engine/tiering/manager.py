@@ -20,7 +20,7 @@ from kvhearth_server.core.lower_tier import Below, PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.engine.tiering.naming import BlockNaming
-from kvhearth_server.engine.tiering.promotion import Ended, Promoter
+from kvhearth_server.engine.tiering.promotion import Promoter
 from kvhearth_server.engine.tiering.publishing import Publisher
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
@@ -268,14 +268,6 @@ class Tiering:
     def group_ended(self, group: int) -> None:
         """Cancel all promotion requests of a group."""
         self._promoter.group_ended(group)
-
-    def verify_lower_tier(self, request: PromotionRequest, ended: Ended) -> bool:
-        """Read blocks of the tier and check them, keeping none; ``ended`` receives the outcomes by
-        row.
-
-        Returns False if there is no room for it now.
-        """
-        return self._promoter.verify(request, ended)
 
     def repair(self, heads: I64) -> Callable[[], None]:
         """Return a function that promotes good copies of blocks about to be removed as corrupt."""

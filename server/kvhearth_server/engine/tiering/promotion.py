@@ -15,7 +15,7 @@ from kvhearth.model import I64, Records
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.promotion import VERIFIER, Promotion, Requester
+from kvhearth_server.core.promotion import Promotion, Requester
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.timings import SECONDS_BOUNDS, Histogram
@@ -27,7 +27,6 @@ from kvhearth_server.tiers.base import (
     Failure,
     LoadBatch,
     Missing,
-    Outcome,
     Refusal,
     Throttled,
     Tier,
@@ -127,15 +126,11 @@ _LOOKS_PER_TURN = 64
 _REQUESTED_BLOCKS_MAX = 1 << 16
 _log = get_logger("kvhearth.tiering")
 
-Ended = Callable[[list[tuple[Outcome, I64]]], None]
-
 
 @dataclass(eq=False)
 class _Load:
     promotion: Promotion
     checksums: Records
-    keep: bool
-    ended: Ended | None
     began_at: float = field(default_factory=time.monotonic)
 
 
@@ -157,7 +152,7 @@ class Promoter:
         self._call = call
         self._loads: dict[int, _Load] = {}
         self.seconds = Histogram(SECONDS_BOUNDS)
-        """Times from a load's begin to its end, verified blocks included."""
+        """Times from a load's begin to its end."""
         self._requested = PromotionQueue()
         self._stalled = False
         self._lack = ""
@@ -247,35 +242,24 @@ class Promoter:
                 self._stalled = bool(self._lack)
                 break
 
-    def _load(
-        self,
-        request: PromotionRequest,
-        requester: Requester,
-        *,
-        keep: bool = True,
-        ended: Ended | None = None,
-    ) -> bool:
-        """Load one batch; return False if there is nothing to load or no room for it.
+    def _load(self, request: PromotionRequest, requester: Requester) -> None:
+        """Load one batch, if there is anything to load and room for it.
 
         Sets ``_lack`` to the resource that ran short, or "".
         """
         promotion: Promotion | None = self._call(
-            self._core.promotions.begin,
-            request,
-            requester,
-            self._tier.batch_blocks_max,
-            here_too=not keep,
+            self._core.promotions.begin, request, requester, self._tier.batch_blocks_max
         )
         self._lack = "no_room" if self._core.promotions.short else ""
         if promotion is None:
-            return False
+            return
         hit("promote.loading")
         family = self._names.family(request.namespace, request.kv_group)
         keys = promotion.request.keys
         facts = self._tier.look_up(family, keys)
         places = self._names.places(promotion.slots, request.spec.page_bytes)
         wait_s = request.until - self._now()
-        batch = LoadBatch(family, keys, places, is_use=keep, wait_s=wait_s)
+        batch = LoadBatch(family, keys, places, wait_s=wait_s)
         ticket = self._tier.submit_load(batch)
         if isinstance(ticket, Throttled):
             if ticket.reason == Refusal.QUEUE:
@@ -284,17 +268,8 @@ class Promoter:
                 self._core.state.count("promotion_failed", len(keys), ticket.reason)
             none = np.zeros(len(keys), np.bool_)
             self._call(self._core.promotions.finish, promotion, none, facts.checksums)
-            return False
-        self._loads[ticket] = _Load(promotion, facts.checksums, keep, ended)
-        return True
-
-    def verify(self, request: PromotionRequest, ended: Ended) -> bool:
-        """Read blocks of the tier and check them, keeping none; ``ended`` receives the outcomes by
-        row.
-
-        Returns False if there is no room for it now.
-        """
-        return self._load(request, VERIFIER, keep=False, ended=ended)
+            return
+        self._loads[ticket] = _Load(promotion, facts.checksums)
 
     def completed(self, completion: Completion) -> bool:
         """Handle the completion of a load; return False if it belongs to no load."""
@@ -303,8 +278,7 @@ class Promoter:
             return False
         if completion.final:
             del self._loads[completion.ticket]
-            if load.keep:
-                self.seconds.observe(time.monotonic() - load.began_at)
+            self.seconds.observe(time.monotonic() - load.began_at)
             self._loaded(load, completion)
         else:
             stuck = sum(len(rows) for _, rows in completion.parts)
@@ -314,7 +288,7 @@ class Promoter:
     def _loaded(self, load: _Load, completion: Completion) -> None:
         state, request = self._core.state, load.promotion.request
         good = np.zeros(len(request.keys), np.bool_)
-        good[completion.rows(Done)] = load.keep
+        good[completion.rows(Done)] = True
         if completion.facts is not None:
             shared = completion.facts.present
             load.checksums[shared] = completion.facts.checksums[shared]
@@ -334,8 +308,6 @@ class Promoter:
         if completion.facts is not None:
             self._save(request, np.flatnonzero(completion.facts.present & good))
         self._look_again(load, completion)
-        if load.ended is not None:
-            load.ended(completion.parts)
 
     def _save(self, request: PromotionRequest, rows: I64) -> None:
         """Write back blocks that came from a shared tier: it may lose them at any time."""
@@ -351,7 +323,7 @@ class Promoter:
         """Handle blocks that did not arrive.
 
         The tier may have dropped them. A requester may also have asked for them after they were
-        cancelled, or while they were only being verified.
+        cancelled.
         """
         request = load.promotion.request
         for outcome, rows in completion.parts:
@@ -367,11 +339,8 @@ class Promoter:
                     request.namespace, request.kv_group, lost, outcome.reason
                 )
         called_off = [r for outcome, r in completion.parts if outcome == Failed(Failure.CANCELLED)]
-        if not load.keep:
-            called_off = [np.arange(len(request.keys))]
         for requester in load.promotion.requesters if called_off else ():
-            if load.keep or requester != VERIFIER:
-                self._ask_again(some(request, np.concatenate(called_off)), requester)
+            self._ask_again(some(request, np.concatenate(called_off)), requester)
 
     def _ask_again(self, request: PromotionRequest, requester: Requester) -> None:
         new = self._requested.fresh(request, requester)

@@ -206,7 +206,7 @@ SERVICE: tuple[Metric, ...] = (
         "Alert: any one means damaged memory or a writer that is not ours.",
         "checksum_failures",
         "source",
-        usual={"adoption", "demotion", "publishing", "reader", "remote", "scrub", "ssd"},
+        usual={"demotion", "publishing", "reader", "remote", "ssd"},
         unit="blocks",
     ),
     counter(
@@ -230,12 +230,6 @@ SERVICE: tuple[Metric, ...] = (
         "Slow starts.",
         one(lambda now: now.adopt_s),
     ),
-    Metric(
-        "kvhearth_verifying_blocks",
-        "Adopted blocks of portions whose checksum is not verified yet.",
-        "Readers verify until this is 0.",
-        one(lambda now: now.verifying_blocks),
-    ),
     counter(
         "kvhearth_task_failures_total",
         "Background tasks that failed and were restarted.",
@@ -246,7 +240,7 @@ SERVICE: tuple[Metric, ...] = (
             *("admin_door", "attach", "attach_connection", "catalogue", "drains"),
             *("files", "garbage", "gateway", "http_accept", "http_path", "http_tick"),
             *("lag", "miss_ratios", "pins"),
-            *("populate", "recovery", "reload", "scrub", "scrub_ssd", "sum", "tiering", "trim"),
+            *("populate", "recovery", "reload", "sum", "tiering", "trim"),
             *("verify", "watch", "watchdog"),
         },
     ),

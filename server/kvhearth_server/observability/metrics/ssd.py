@@ -170,8 +170,7 @@ SSD: tuple[Metric, ...] = (
     ),
     Metric(
         "kvhearth_ssd_load_blocks_total",
-        "Blocks read from SSD, to be promoted, scrubbed or carried over, by outcome: loaded, "
-        "corrupt.",
+        "Blocks read from SSD, to be promoted or carried over, by outcome: loaded, corrupt.",
         "Alert: any corrupt one means a drive that changes bytes.",
         _counts(_LOADS),
         ("outcome",),
@@ -432,38 +431,4 @@ _BETWEEN: tuple[Metric, ...] = (
 )
 
 
-TIERS: tuple[Metric, ...] = (
-    *map(if_ssd, _BETWEEN),
-    counter(
-        "kvhearth_scrubbed_blocks_total",
-        "Blocks read and verified in the background, by tier.",
-        "Whether the scrub runs.",
-        "scrubbed_blocks",
-        "tier",
-        {"dram", "ssd"},
-    ),
-    counter(
-        "kvhearth_scrubbed_bytes_total",
-        "Bytes read and verified in the background, by tier.",
-        "Its bandwidth: at most scrub_rate for each tier.",
-        "scrubbed_bytes",
-        "tier",
-        {"dram", "ssd"},
-    ),
-    counter(
-        "kvhearth_scrub_rounds_total",
-        "Times that the scrub went through a tier from end to end.",
-        "How old damage can be when it is found.",
-        "scrub_rounds",
-        "tier",
-        {"dram", "ssd"},
-    ),
-    Metric(
-        "kvhearth_scrub_round_ratio",
-        "How much of its round the scrub has seen, 0 to 1, by tier.",
-        "How long a round takes.",
-        lambda now: [((tier,), done) for tier, done in sorted(now.scrub_progress.items())],
-        ("tier",),
-        unit="1",
-    ),
-)
+TIERS: tuple[Metric, ...] = tuple(map(if_ssd, _BETWEEN))

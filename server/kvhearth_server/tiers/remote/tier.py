@@ -495,10 +495,6 @@ class RemoteTier(Tier):
     def _submit_exists(self, request: Exists, ended: Callable[[Answer], None]) -> bool:
         return not isinstance(self._submit("exists", request, EXISTS_S, ended), Throttled)
 
-    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        """Return the end of a round: a shared tier's contents are not listed."""
-        return 0, []
-
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Do nothing: other daemons use the blocks, too."""
         return 0

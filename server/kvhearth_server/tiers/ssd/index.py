@@ -432,33 +432,6 @@ class SsdIndex:
         number, group = divmod(family, 256)
         return self._namespaces[number], group
 
-    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        """Take one step through all blocks, in disk order.
-
-        A cursor is the entry at which the next step begins: the segment's number and a row in it.
-        Both keep their meaning while blocks come and go; only a segment that was overwritten
-        meanwhile is walked from the middle.
-        """
-        number, row = divmod(cursor, SEGMENT_ENTRIES)
-        found: dict[BlockSpec, list[bytes]] = {}
-        looked = 0
-        for segment in sorted(self.segments):
-            if segment < number:
-                continue
-            if segment > number:
-                number, row = segment, 0
-            table = self.segments[segment]
-            while row < len(table):
-                if count <= 0 or looked >= _ROWS_A_STEP:
-                    return number * SEGMENT_ENTRIES + row, list(found.items())
-                end = min(len(table), row + _ROWS_A_STEP - looked)
-                heads = table.live_heads(row, end)[:count]
-                self.gather(table, heads, found)
-                looked += end - row
-                count -= len(heads)
-                row = int(heads[-1]) + 1 if count <= 0 else end
-        return 0, list(found.items())
-
     def gather(self, table: SegmentRows, heads: I64, found: dict[BlockSpec, list[bytes]]) -> None:
         """Add the keys of blocks that begin at ``heads`` to the lists of their families."""
         names = table.rows[["family", "epoch", "length", "shards"]][heads]

@@ -335,9 +335,6 @@ class SsdTier(Tier):
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
         return self.parts.index.forget_of(namespace, count)
 
-    def walk(self, cursor: int, count: int) -> tuple[int, list[tuple[BlockSpec, list[bytes]]]]:
-        return self.parts.index.walk(cursor, count)
-
     def take_evicted(self) -> list[Evicted]:
         gone, self.parts.reclaimer.evicted = self.parts.reclaimer.evicted, []
         return gone
