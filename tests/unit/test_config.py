@@ -376,6 +376,7 @@ def test_quotas_on_ssd_are_set_or_in_proportion_to_memory(tmp_path: Path) -> Non
         ("['a=1:64MiB:6GiB', 'b=2:64MiB:3GiB']", "together they get 9GiB of the SSD tier's 8GiB"),
         ("['a=1:64MiB:7936MiB', 'b=2:64MiB']", "b has room for 3 files of 64MiB in"),
         ("['a=1:64MiB:1GiB:2GiB']", "is not a tenant"),
+        ("['a=1:0']", "tenants: a has"),
     ],
 )
 def test_quotas_that_cannot_be_are_refused(tmp_path: Path, tenants: str, message: str) -> None:

@@ -481,6 +481,7 @@ class Settings(BaseSettings):
         from kvhearth_server.tiers.ssd.settings import (
             SEGMENTS_LEAST,
             capacity_least,
+            quota_segments,
             segment_bytes_for,
             segments_max,
         )
@@ -514,11 +515,11 @@ class Settings(BaseSettings):
             else:
                 files = segments_max(room, segment)
                 problems += [
-                    f"tenants: {name} has room for {int(files * part)} files of "
-                    f"{format_size(segment)} in {each.path}, and needs {SEGMENTS_LEAST}; give it "
-                    "more of the SSD tier, or lower ssd_segment_bytes"
+                    f"tenants: {name} has room for {most} files of {format_size(segment)} in "
+                    f"{each.path}, and needs {SEGMENTS_LEAST}; give it more of the SSD tier, or "
+                    "lower ssd_segment_bytes"
                     for name, part in self.ssd_quotas().items()
-                    if int(files * part + 1e-9) < SEGMENTS_LEAST
+                    if (most := quota_segments(files, part)) < SEGMENTS_LEAST
                 ]
         given, whole = sum(t.ssd_bytes for t in self.tenants), sum(d.bytes for d in self.ssd_dirs)
         if given > whole:
@@ -534,7 +535,7 @@ class Settings(BaseSettings):
             return {DEFAULT_TENANT_NAME: 1.0}
         whole = sum(each.bytes for each in self.ssd_dirs)
         left = max(0, whole - sum(each.ssd_bytes for each in self.tenants))
-        memory = sum(each.bytes for each in self.tenants if not each.ssd_bytes)
+        memory = sum(each.bytes for each in self.tenants if not each.ssd_bytes) or 1
         return {
             each.name: (each.ssd_bytes or left * each.bytes / memory) / whole
             for each in self.tenants

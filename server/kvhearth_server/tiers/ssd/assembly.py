@@ -17,7 +17,7 @@ from kvhearth_server.tiers.ssd.index import SsdIndex
 from kvhearth_server.tiers.ssd.log import FileWorker, HeaderPages, Log, LogDirectory, TenantLog
 from kvhearth_server.tiers.ssd.reclaimer import REINSERT_PAGES, Reclaimer
 from kvhearth_server.tiers.ssd.recovery.restore import Progress, Restorer
-from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings, quota_segments
 from kvhearth_server.tiers.ssd.transfers import Transfers
 
 
@@ -142,12 +142,9 @@ def build(
 
 def _log_directory(each: Directory, executor: IoExecutor, settings: SsdSettings) -> LogDirectory:
     made = LogDirectory(each, FileWorker(each, executor.event_fd), each.segments_max)
-    quotas = {
-        tenant: int(each.segments_max * part + 1e-9) for tenant, part in settings.quotas.items()
-    }
-    if len(quotas) > 1:
-        quotas = {"": 0} | quotas
-    for tenant, most in (quotas or {"": each.segments_max}).items():
+    quotas = settings.quotas if len(settings.quotas) == 1 else {"": 0.0} | settings.quotas
+    for tenant, part in quotas.items():
+        most = quota_segments(each.segments_max, part)
         made.logs[tenant] = TenantLog(tenant, made, most, settings.carry_share if most else 0.0)
     return made
 

@@ -461,17 +461,16 @@ class Log:
         log.held -= 1
         self._counts.add("segments_reclaimed")
         segment.state = SegmentState.FREE
-        log.log_dir.free.append(segment)
         if segment.damaged:
             self.remove(segment)
+        else:
+            log.log_dir.free.append(segment)
         self.tick()
 
     def remove(self, segment: Segment) -> None:
-        """Delete a free file permanently."""
+        """Delete permanently a file that is in nobody's list."""
         log_dir = self._directory_of(segment)
         segment.state = SegmentState.LOST
-        if segment in log_dir.free:
-            log_dir.free.remove(segment)
         log_dir.directory.segments.remove(segment)
         del self.segments[segment.number]
 
@@ -489,7 +488,7 @@ class Log:
             log_dir.file_worker.poll()
             files = log_dir.directory
             while log_dir.free and files.writable and len(files.segments) > log_dir.segments_max:
-                self.remove(log_dir.free[-1])
+                self.remove(log_dir.free.pop())
             for log in log_dir.logs.values():
                 self._prepare(log)
 

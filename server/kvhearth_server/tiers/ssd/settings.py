@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +60,11 @@ def segments_that_fit(capacity_bytes: int, segment_bytes: int) -> int:
     return max(0, room // segment_cost_bytes(segment_bytes))
 
 
+def quota_segments(segments: int, part: float) -> int:
+    """Return how many of a directory's segments a part of it is, 0 to 1."""
+    return int(segments * part + 1e-9)  # 1/3 of 63 is 21
+
+
 def capacity_least(segment_bytes: int) -> int:
     """Return the least capacity of a directory with such segments."""
     return SEGMENTS_LEAST * segment_cost_bytes(segment_bytes) + directory_overhead_bytes()
@@ -99,8 +103,7 @@ class SsdSettings:
         bytes_per_day: most bytes of any kind written to all directories together, 0 for no bound.
             Over any span of time a debt of one segment may be added.
         carry_share: largest share of a segment that is carried over when it is reclaimed.
-        quotas: part of each directory that a tenant may use, 0 to 1; empty for one tenant, which
-            needs no name.
+        quotas: part of each directory that each tenant may use, 0 to 1.
         slow_s: a request that takes longer makes the tier degraded.
         stuck_s: a request that takes longer is reported stuck.
         open_s: a directory that takes longer to open is not used.
@@ -123,7 +126,7 @@ class SsdSettings:
     prewrite: bool = False
     bytes_per_day: int = 0
     carry_share: float = 0.25
-    quotas: Mapping[str, float] = field(default_factory=dict)
+    quotas: dict[str, float] = field(default_factory=lambda: {"": 1.0})
     slow_s: float = 1.0
     stuck_s: float = 5.0
     open_s: float = 10.0
