@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from kvhearth.model import EXTENT_DTYPE, Records, Tier
 from kvhearth.native.table import Found, Table
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import Grant, GroupResult, Lease, LookupResult, blocks_back
-from kvhearth.session.link import Session
+from kvhearth.session.link import Link
 from kvhearth.wire.handshake import Welcome
 from kvhearth.wire.messages import Query, whole_group
 
@@ -39,20 +39,8 @@ class _Answer(NamedTuple):
     groups: dict[int, GroupResult]
 
 
-class Attached(Protocol):
-    """A session, and the tables of its welcome, mapped; none if the daemon does not share them."""
-
-    @property
-    def session(self) -> Session:
-        """The session with the daemon."""
-
-    @property
-    def tables(self) -> Sequence[Table]:
-        """The tables."""
-
-
 def find_mapped(
-    link: Attached, contract: Contract, query: Query, epoch: int, lease_id: int
+    link: Link, contract: Contract, query: Query, epoch: int, lease_id: int
 ) -> LookupResult | None:
     """Return the answer to a lookup; None if the daemon must be asked.
 
@@ -143,14 +131,14 @@ class MappedLeases:
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
         self._changed = threading.Condition()
-        self._link: Attached | None = None
+        self._link: Link | None = None
         self._unheard: dict[int, list[int]] = {}
         """Posts without an answer, and bytes, by lease."""
         self._asks_until = 0.0
         """Monotonic time until which the daemon is asked, since it leased less than was told."""
 
     def posts(
-        self, link: Attached, query: Query, found: LookupResult, epoch: int
+        self, link: Link, query: Query, found: LookupResult, epoch: int
     ) -> list[dict[str, Any]] | None:
         """Return the arguments of the posts by which the daemon hears of an answer; None if it has
         to be asked.
@@ -170,7 +158,7 @@ class MappedLeases:
             for part, how in told
         ]
 
-    def _enter(self, link: Attached, found: LookupResult, posts: int) -> bool:
+    def _enter(self, link: Link, found: LookupResult, posts: int) -> bool:
         """Enter the lease of an answer; False if the daemon may have too little room for it. Others
         may post, too: half of the room counts.
         """
@@ -189,7 +177,7 @@ class MappedLeases:
             self._unheard[found.lease.id] = [posts, size]
         return True
 
-    def wait(self, link: Attached, query: Query, seconds: float) -> None:
+    def wait(self, link: Link, query: Query, seconds: float) -> None:
         """Wait until the daemon has heard of the other leases, if a call would take their room."""
         if not self._unheard:
             return
@@ -202,7 +190,7 @@ class MappedLeases:
                 seconds,
             )
 
-    def _bytes(self, link: Attached, shards: Mapping[int, int]) -> int:
+    def _bytes(self, link: Link, shards: Mapping[int, int]) -> int:
         """Return the size of the slots of so many shards of each group."""
         table, specs = link.tables[0], self._contract.groups
         return sum(n * table.slot_bytes(specs[group].page_bytes) for group, n in shards.items())

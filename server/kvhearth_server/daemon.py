@@ -31,7 +31,7 @@ from kvhearth_server.engine.populating import populate
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
 from kvhearth_server.gateway.doors import Doors
-from kvhearth_server.gateway.processes import GatewayProcesses
+from kvhearth_server.gateway.process import GatewayProcess
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import logs
@@ -126,7 +126,7 @@ class Reloader:
         again: reads them again; may wait for a file.
         engine: serves under them.
         doors: identities and certificates, which are read again, too.
-        gateway: its processes read theirs again, too.
+        gateway: its process reads its own again, too.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Reloader:
         again: Callable[[], Settings],
         engine: Engine,
         doors: Doors | None = None,
-        gateway: GatewayProcesses | None = None,
+        gateway: GatewayProcess | None = None,
     ) -> None:
         self._settings, self._again, self._engine = settings, again, engine
         self._doors, self._gateway = doors, gateway
@@ -278,13 +278,13 @@ async def _serve(
 
 def _open_gateway(
     settings: Settings, engine: Engine, supervisor: Supervisor
-) -> GatewayProcesses | None:
+) -> GatewayProcess | None:
     """Listen for engines on other hosts and start the gateway, if the settings say so. Engines are
     refused until the daemon serves.
     """
     if settings.listen_address is None:
         return None
-    gateway = GatewayProcesses(settings, lambda: engine.counters.add("gateway_restarts"))
+    gateway = GatewayProcess(settings, lambda: engine.counters.add("gateway_restarts"))
     engine.describe_gateway = gateway.describe
     supervisor.spawn("gateway", gateway.run)
     return gateway

@@ -22,7 +22,7 @@ from kvhearth.wire.remote import (
 )
 
 IDENTIFY = Identify("kvh_secret", "")
-TERMS = GatewayTerms(9462, 64 << 20, 32, 32, 10.0, 15.0)
+TERMS = GatewayTerms(64 << 20, 32, 32, 10.0, 15.0)
 EXTENT = EXTENT_RECORD.pack(7, 1, FLAG_SUMMED, 1 << 20, 5, 3, checksum_of(b"bytes"))
 FRAMES = {
     "life line": preface(Purpose.LIFE_LINE),
@@ -33,11 +33,9 @@ FRAMES = {
     "open": DataFrame(DataKind.OPEN, 0, 0, 5).pack() + b"token",
     "put": DataFrame(DataKind.PUT, 1, 1, 5).pack() + EXTENT + b"bytes",
     "get": DataFrame(DataKind.GET, 1, 2, 0).pack() + EXTENT,
-    "ask": DataFrame(DataKind.ASK, 1, 3, 0).pack() + (1).to_bytes(8, "little"),
     "stored": DataFrame(DataKind.STORED, 1, 1, 0).pack() + bytes([Outcome.OK]),
     "bytes": DataFrame(DataKind.BYTES, 1, 2, 5).pack() + bytes([Outcome.OK]) + b"bytes",
     "copied": DataFrame(DataKind.COPIED, 1, 2, 0).pack() + bytes([Outcome.STALE_GENERATION]),
-    "known": DataFrame(DataKind.KNOWN, 1, 3, 0).pack() + bytes([Outcome.UNKNOWN]),
 }
 
 
@@ -61,9 +59,9 @@ def test_frames_are_read_as_they_are_written() -> None:
 
 def test_the_numbers_of_outcomes_stay() -> None:
     assert [each.name for each in Outcome] == [
-        *("OK", "STALE_GENERATION", "CHECKSUM_MISMATCH", "FOREIGN_EXTENT", "UNKNOWN", "NO_MEMORY")
+        *("OK", "STALE_GENERATION", "CHECKSUM_MISMATCH", "FOREIGN_EXTENT", "NO_MEMORY")
     ]
-    assert [each.value for each in Outcome] == [0, 1, 2, 3, 4, 5]
+    assert [each.value for each in Outcome] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_requests_are_pipelined_in_order(far: RawSession) -> None:
     payload = os.urandom(3 * PAGE_BYTES)
     summed(extents, payload)
     puts = [
-        far.put_frame(extents[at : at + 1], payload[at * PAGE_BYTES :][:PAGE_BYTES], 10 + at)
+        far.put_frame(extents[at : at + 1], payload[at * PAGE_BYTES :][:PAGE_BYTES])
         for at in range(3)
     ]
     far.data.sendall(b"".join(puts))
@@ -148,47 +148,17 @@ def test_wrong_tokens_are_refused(far: RawSession, pair: tuple[Daemon, GatewayPr
     assert "x" * 40 not in pair[1].log.read_text()
 
 
-def test_a_repeated_put_changes_nothing(far: RawSession) -> None:
+def test_another_connection_puts_after_a_break(far: RawSession) -> None:
     extents = far.reserve(1)
     payload = os.urandom(PAGE_BYTES)
-    assert far.put(extents, payload, number=77) == [OK]
-    assert far.put(extents, bytes(PAGE_BYTES), number=77) == [OK], "the first one's answer"
+    far.data.sendall(far.put_frame(extents, bytes(PAGE_BYTES))[: -PAGE_BYTES // 2])
+    far.data.close()
+    far.data = far.open_data(far.welcome.token)
+    until(lambda: far.put(extents, payload) == [OK], "the cut put has ended")
     keys = keys_of(1)
     far.commit(keys, summed(extents, payload))
-    assert far.put(extents, bytes(PAGE_BYTES), number=77) == [OK]
     _, leased = far.look_up(keys)
     assert far.get(leased)[1] == payload
-
-
-def test_a_broken_connection_tells_later_what_it_stored(far: RawSession) -> None:
-    extents = far.reserve(2)
-    payload = os.urandom(2 * PAGE_BYTES)
-    cut = far.put_frame(extents[1:], payload[PAGE_BYTES:], 92)
-    far.data.sendall(far.put_frame(extents[:1], payload[:PAGE_BYTES], 91) + cut[: -PAGE_BYTES // 2])
-    assert far.answer()[:2] == (DataKind.STORED, [OK])
-    again = far.open_data(far.welcome.token)
-    ask = DataFrame(DataKind.ASK, 3, 5, 0).pack()
-    again.sendall(ask + b"".join(each.to_bytes(8, "little") for each in (91, 92, 93)))
-    assert far.answer(again)[:2] == (DataKind.STORED, [OK])
-    assert far.answer(again)[:2] == (DataKind.KNOWN, [OK, Outcome.UNKNOWN, Outcome.UNKNOWN])
-    far.data.close()
-    far.data = again
-    assert far.put(extents[1:], payload[PAGE_BYTES:], 92) == [OK]
-    keys = keys_of(2)
-    far.commit(keys, summed(extents, payload))
-    _, leased = far.look_up(keys)
-    assert far.get(leased)[1] == payload
-
-
-def test_a_put_that_was_asked_about_comes_too_late(far: RawSession) -> None:
-    extents = far.reserve(1)
-    again = far.open_data(far.welcome.token)
-    again.sendall(DataFrame(DataKind.ASK, 1, 5, 0).pack() + (5).to_bytes(8, "little"))
-    assert far.answer(again)[:2] == (DataKind.KNOWN, [Outcome.UNKNOWN])
-    far.data.sendall(far.put_frame(extents, bytes(PAGE_BYTES), 5))
-    assert refusal_of(far.answer) == "stale_extent"
-    far.data = again
-    assert far.put(extents, bytes(PAGE_BYTES), 5) == [OK]
 
 
 def test_a_commit_waits_for_no_dripping_put(far: RawSession) -> None:

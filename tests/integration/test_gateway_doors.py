@@ -32,7 +32,7 @@ from kvhearth.wire.remote import DataFrame, DataKind, Outcome
 from kvhearth_server.gateway.identity import Bounds, Identity, Role
 from kvhearth_server.gateway.roster import add_token
 
-TOKENS = {name: f"kvh_{name}_" + name * 40 for name in ("a", "b", "reader", "small")}
+TOKENS = {name: f"kvh_{name}_" + name * 40 for name in ("a", "b", "small")}
 
 
 @dataclass
@@ -82,7 +82,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     for identity in (
         Identity("a", "a"),
         Identity("b", "b"),
-        Identity("reader", "a", Role.READER),
         Identity("small", "a", Role.ENGINE, Bounds(sessions=1, connections=4, held_blocks=2)),
     ):
         add_token(tokens, identity, TOKENS[identity.name])
@@ -166,29 +165,14 @@ def test_plain_tcp_gets_nothing(guarded: Guarded) -> None:
         assert time.monotonic() - began < 15
 
 
-def test_a_reader_only_loads(guarded: Guarded) -> None:
-    writer = guarded.session("a")
-    keys = keys_of(1)
-    payload = writer.store(keys)
-    reserved = writer.reserve(1)
-    reader = guarded.session("reader", engine_id="reads")
-    _, extents = reader.look_up(keys)
-    assert reader.get(extents)[1] == payload
-    assert refusal_of(lambda: reader.reserve(1)) == "peer_not_allowed"
-    assert refusal_of(lambda: reader.commit(keys, extents)) == "peer_not_allowed"
-    assert refusal_of(lambda: reader.put(reserved, bytes(PAGE_BYTES))) == "peer_not_allowed"
-    writer.bye()
-    reader.bye()
-
-
 def test_an_identity_has_bounds(guarded: Guarded) -> None:
     small = guarded.session("small")
     second = lambda: guarded.session("small", engine_id="second")  # noqa: E731
     assert refusal_of(second) == "too_many_sessions"
     data = small.open_data(small.welcome.token)
-    for each in (small.data, data):  # their opening is not answered; a question is
-        each.sendall(DataFrame(DataKind.ASK, 1, 5, 0).pack() + bytes(8))
-        assert small.answer(each)[0] == DataKind.KNOWN
+    for each in (small.data, data):  # their opening is not answered; a get of nothing is
+        each.sendall(DataFrame(DataKind.GET, 0, 5, 0).pack())
+        assert [small.answer(each)[0] for _ in range(2)] == [DataKind.BYTES, DataKind.COPIED]
     third = lambda: small.open_calls(small.welcome.token)  # noqa: E731
     assert refusal_of(third) == "too_many_sessions"
     assert refusal_of(lambda: small.reserve(3)) == "held_cap"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.remote_raw import PAGE_BYTES, RawSession, close_all, hello_of, keys_of, refusal_of
+from support.remote_raw import PAGE_BYTES, RawSession, close_all, keys_of, refusal_of
 
 from kvhearth.wire.remote import Outcome
 
@@ -26,11 +26,9 @@ def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("event") == name]
 
 
-def pids_of(daemon: Daemon) -> dict[int, int]:
-    """Return the gateway processes that serve, by index."""
-    found = {}
-    for line in events(daemon, "gateway.serving"):
-        found[line["index"]] = line["pid"]
+def pid_of(daemon: Daemon) -> int:
+    """Return the gateway process that served last."""
+    found: int = events(daemon, "gateway.serving")[-1]["pid"]
     return found
 
 
@@ -42,7 +40,7 @@ def page(daemon: Daemon, path: str) -> str:
 
 
 def served_at(daemon: Daemon, count: int) -> int:
-    """Wait until that many processes have come up; return the port."""
+    """Wait until that many processes have come up, one after another; return the port."""
     until(lambda: len(events(daemon, "gateway.serving")) >= count, "the gateway serves")
     port: int = events(daemon, "gateway.serving")[0]["port"]
     return port
@@ -63,9 +61,9 @@ def test_the_daemon_starts_and_restarts_its_gateway() -> None:
         assert 'kvhearth_gateway_refusals_total{reason="unknown_token"} 1.0' in text
         assert 'kvhearth_gateway_extents_refused_total{outcome="foreign_extent"} 1.0' in text
         assert f'kvhearth_gateway_bytes_total{{direction="in"}} {2 * PAGE_BYTES}.0' in text
-        line = f"[i]gateway: 1 of 1 processes serve 127.0.0.1:{port}"
+        line = f"[i]gateway: its process serves 127.0.0.1:{port}"
         assert line in page(daemon, "/readyz?verbose")
-        os.kill(pids_of(daemon)[0], signal.SIGKILL)
+        os.kill(pid_of(daemon), signal.SIGKILL)
         assert served_at(daemon, 2) == port
         session = RawSession(port)
         _, leased = session.look_up(keys)
@@ -73,7 +71,7 @@ def test_the_daemon_starts_and_restarts_its_gateway() -> None:
         session.bye()
         daemon.wait_quiet()
         assert daemon.counters()["gateway_restarts"] == 1
-        (child,) = pids_of(daemon).values()
+        child = pid_of(daemon)
         daemon.terminate()
         assert not Path(f"/proc/{child}").exists()
     close_all()
@@ -83,7 +81,7 @@ def test_the_daemon_starts_and_restarts_its_gateway() -> None:
 def test_a_gateway_ends_with_its_killed_daemon(*, stopped: bool) -> None:
     with running_daemon(listen="127.0.0.1:0") as daemon:
         served_at(daemon, 1)
-        (child,) = pids_of(daemon).values()
+        child = pid_of(daemon)
         if stopped:
             os.kill(child, signal.SIGSTOP)
         daemon.kill()
@@ -91,20 +89,16 @@ def test_a_gateway_ends_with_its_killed_daemon(*, stopped: bool) -> None:
 
 
 def test_a_gateway_that_cannot_start_now_starts_later() -> None:
-    with running_daemon(listen="127.0.0.1:0", gateway_processes=2) as daemon:
-        served_at(daemon, 2)
-        victim, other = (pids_of(daemon)[index] for index in range(2))
+    with running_daemon(listen="127.0.0.1:0") as daemon:
+        served_at(daemon, 1)
         before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
         few = max(int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")) + 1
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (few, before[1]))
-        os.kill(victim, signal.SIGKILL)
+        os.kill(pid_of(daemon), signal.SIGKILL)
         until(lambda: events(daemon, "gateway.cannot_start"), "no descriptor is left")
-        assert Path(f"/proc/{other}").exists()
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
-        served_at(daemon, 3)
+        served_at(daemon, 2)
         assert not [name for name in daemon.counters() if name.startswith("task_failures")]
-        daemon.terminate()
-        assert not Path(f"/proc/{other}").exists()
 
 
 @pytest.mark.parametrize("said", ["nothing", "a part", "all"])
@@ -112,9 +106,7 @@ def test_a_gateway_whose_daemon_dies_at_once_ends_silently(tmp_path: Path, said:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         message = {
             "settings": {"socket_dir": str(tmp_path), "listen": "127.0.0.1:0"},
-            "index": 0,
-            "ports": [listener.getsockname()[1]],
-            "listeners": [listener.fileno()],
+            "listener": listener.fileno(),
         }
         line = json.dumps(message).encode() + b"\n"
         reader, writer = os.pipe()
@@ -125,25 +117,9 @@ def test_a_gateway_whose_daemon_dies_at_once_ends_silently(tmp_path: Path, said:
                 input={"nothing": b"", "a part": line[:20], "all": line}[said],
                 stdout=stdout,
                 stderr=subprocess.PIPE,
-                pass_fds=message["listeners"],
+                pass_fds=[listener.fileno()],
                 timeout=60,
                 check=False,
             )
     assert ended.returncode == 0
     assert b"Traceback" not in ended.stderr
-
-
-def test_several_processes_share_a_port() -> None:
-    with running_daemon(listen="127.0.0.1:0", gateway_processes=2) as daemon:
-        port = served_at(daemon, 2)
-        ports = set()
-        for number in range(6):
-            hello = hello_of(engine_id=f"engine {number}")
-            session = RawSession(port, hello)
-            ports.add(session.port)
-            assert session.terms.port == session.port
-            session.store(keys_of(1))
-            session.bye()
-        assert ports == {port + 1, port + 2}
-        daemon.wait_quiet()
-    close_all()

@@ -20,6 +20,7 @@ from kvhearth_server.gateway.identity import Identity, Role
 from kvhearth_server.gateway.roster import add_token, new_token
 
 TOKENS = {role: new_token() for role in Role}
+READ = new_token()
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,10 @@ def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guarded(authority: Authority, tokens_file: Path) -> Iterator[Daemon]:
     """A daemon whose HTTP others reach."""
     cert, key = authority.issue("localhost")
-    files = {"tls_cert": cert, "tls_key": key, "tokens_file": tokens_file}
+    read = tokens_file.with_name("read.token")
+    read.touch(mode=0o600)
+    read.write_text(READ)
+    files = {"tls_cert": cert, "tls_key": key, "tokens_file": tokens_file, "read_token_file": read}
     with running_daemon(arena=False, http="0.0.0.0:0", **files) as daemon:
         yield daemon
 
@@ -65,12 +69,12 @@ ALLOWED = {
     "": [],
     TOKENS[Role.ENGINE]: [],
     "x" * 43: [],
-    TOKENS[Role.READER]: list(SUMS),
-    TOKENS[Role.ADMIN]: [*SUMS, "/v1/sessions", "/v1/config"],
+    READ: [*SUMS, "/v1/sessions"],
+    TOKENS[Role.OPERATOR]: [*SUMS, "/v1/sessions", "/v1/config"],
 }
 
 
-@pytest.mark.parametrize("token", ALLOWED, ids=["none", "engine", "wrong", "reader", "admin"])
+@pytest.mark.parametrize("token", ALLOWED, ids=["none", "engine", "wrong", "read", "operator"])
 def test_roles_over_https(guarded: Daemon, authority: Authority, token: str) -> None:
     for path in ("/livez", "/readyz"):
         assert get(guarded, authority.path, path, token)[0] == 200
@@ -115,17 +119,17 @@ def test_an_address_that_others_reach_needs_both(authority: Authority, tokens_fi
             assert "tls_cert, tls_key and tokens_file, or say http_insecure" in daemon.log_text()
 
 
-def test_loopback_stays_open_and_knows_admins(tokens_file: Path) -> None:
-    """Sums need no token there; an admin's token does what admin.token does, and is in the log."""
+def test_loopback_stays_open_and_knows_operators(tokens_file: Path) -> None:
+    """Sums need no token there; an operator's does what admin.token does, and is in the log."""
     with running_daemon(arena=False, http=ANY_PORT, tokens_file=tokens_file) as daemon:
         for path in (*SUMS, "/livez", "/readyz"):
             assert ask(daemon, path).status == 200
         bearer = {role: {"Authorization": f"Bearer {token}"} for role, token in TOKENS.items()}
-        assert ask(daemon, "/v1/sessions", **bearer[Role.READER]).status == 403
-        assert ask(daemon, "/v1/sessions", **bearer[Role.ADMIN]).status == 200
+        assert ask(daemon, "/v1/sessions", **bearer[Role.ENGINE]).status == 403
+        assert ask(daemon, "/v1/sessions", **bearer[Role.OPERATOR]).status == 200
         assert daemon.stats().boot_id  # the unix socket needs no token
         new = new_token()
-        add_token(tokens_file, Identity("late", "default", Role.ADMIN), new)
+        add_token(tokens_file, Identity("late", "default", Role.OPERATOR), new)
         os.kill(daemon.pid, signal.SIGHUP)
         late = {"Authorization": f"Bearer {new}"}
         until(lambda: ask(daemon, "/v1/sessions", **late).status == 200, "the new token is known")
@@ -133,4 +137,4 @@ def test_loopback_stays_open_and_knows_admins(tokens_file: Path) -> None:
         (line,) = [json.loads(each) for each in daemon.own_lines() if "admin.drain" in each]
         assert line["identity"] == "late"
         assert new not in daemon.log_text()
-        assert TOKENS[Role.READER] not in daemon.log_text()
+        assert TOKENS[Role.OPERATOR] not in daemon.log_text()

@@ -150,7 +150,7 @@ def test_a_network_that_stays_away_ends_the_session(
     with cached_engine(url_of(process.port, between.host)) as engine:
         assert engine.store(keys).stored == 8
         between.stop()
-        # Refused at once: the port that the terms named has nobody behind it.
+        # Refused at once: the port has nobody behind it.
         until(lambda: not engine.client.session_id, "the session is lost")
         assert engine.load(keys).usable_blocks == 0
         with relay(process.port):

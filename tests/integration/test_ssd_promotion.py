@@ -167,7 +167,7 @@ def test_a_prompt_on_ssd_is_loaded(daemon: Daemon) -> None:
     with scripted_engine(daemon.url(), engine_id="lower") as engine:
         fill(engine, daemon, "lower")
         for number in range(20):
-            assert engine.run(f"again{number}", f"lower {number}", TOKENS) == TOKENS
+            assert engine.run(f"again{number}", f"lower {number}", TOKENS) == TOKENS, engine.counts
         counts = engine.counts
         assert counts["hit_ssd_tokens"] > 10 * TOKENS
         assert counts["hit_ssd_tokens"] + counts.get("hit_dram_tokens", 0) == 20 * TOKENS

@@ -29,7 +29,6 @@ from kvhearth_server.gateway.book import Book, Place, Put
 from kvhearth_server.gateway.data import DataConnection
 from kvhearth_server.gateway.identity import Identity
 from kvhearth_server.gateway.meter import Meters
-from kvhearth_server.gateway.sessions import PutLog
 from kvhearth_server.gateway.streams import Stream
 from kvhearth_server.gateway.tally import Tally
 from support.arena_fake import FakeArena
@@ -54,7 +53,6 @@ class FakeGateway:
         self.on_frame: Callable[[DataKind], None] = lambda kind: None
         self.on_answer: Callable[[DataKind], None] = lambda kind: None
         self.refusal: Reason | None = None
-        self.ended_puts: dict[int, bytes] = {}
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -113,16 +111,13 @@ class FakeGateway:
                 self.frames.append(frame.kind)
                 self.on_frame(frame.kind)
                 if self.refusal is not None:
-                    status = encode_status(KVHearthError(self.refusal, "not now"))
+                    refusal, self.refusal = self.refusal, None
+                    status = encode_status(KVHearthError(refusal, "not now"))
                     stream.sendall(DataFrame(DataKind.REFUSED, 0, 0, len(status)).pack() + status)
-                    self.refusal = None
                     return
                 self._carry_out(stream, frame)
 
     def _carry_out(self, stream: socket.socket, frame: DataFrame) -> None:
-        if frame.kind is DataKind.ASK:
-            self._tell(stream, frame)
-            return
         blob = _exactly(stream, frame.count * EXTENT_BYTES)
         extents = np.frombuffer(blob, EXTENT_DTYPE)
         self.arena.alive()
@@ -157,22 +152,9 @@ class FakeGateway:
         for index, outcome in enumerate(self._outcomes(extents)):
             if outcome != Outcome.OK:
                 outcomes[index] = outcome
-        self.ended_puts[frame.number] = bytes(outcomes)
         self.on_answer(frame.kind)
-        self._stored(stream, frame.number)
-
-    def _stored(self, stream: socket.socket, number: int) -> None:
-        outcomes = self.ended_puts[number]
-        stream.sendall(DataFrame(DataKind.STORED, len(outcomes), number, 0).pack() + outcomes)
-
-    def _tell(self, stream: socket.socket, frame: DataFrame) -> None:
-        numbers = struct.unpack(f"<{frame.count}Q", _exactly(stream, 8 * frame.count))
-        known = [number in self.ended_puts for number in numbers]
-        for number, ended in zip(numbers, known, strict=True):
-            if ended:
-                self._stored(stream, number)
-        outcomes = bytes(Outcome.OK if ended else Outcome.UNKNOWN for ended in known)
-        stream.sendall(DataFrame(DataKind.KNOWN, frame.count, frame.number, 0).pack() + outcomes)
+        header = DataFrame(DataKind.STORED, len(outcomes), frame.number, 0).pack()
+        stream.sendall(header + bytes(outcomes))
 
     def _outcomes(self, extents: Records) -> list[Outcome]:
         live = self.arena.generations[extents["slot"]] == extents["generation"]
@@ -193,8 +175,6 @@ class RealDataPort(FakeGateway):
         self._session: Any = SimpleNamespace(
             mapping=arena,
             book=_Granted(arena),
-            puts=PutLog(),
-            identity=Identity("test", "default"),
             meter=Meters().of(Identity("test", "default")),
         )
         super().__init__(arena)

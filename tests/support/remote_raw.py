@@ -154,31 +154,22 @@ class RawSession:
     ) -> None:
         self._tls = tls
         self._number = 0
-        self._begin(port, Identify(secret, resume))
+        self.port = port
+        self.line = connect(port, tls)
+        identify = Identify(secret, resume).to_message()
+        self.line.sendall(preface(Purpose.LIFE_LINE) + encode_frame(identify))
         if resume:
             self._check(message(self.line))
             return
-        self._greet(hello or hello_of())
-        if self.terms.port != port:
-            self.line.close()
-            self._begin(self.terms.port, Identify(secret, resume))
-            self._greet(hello or hello_of())
+        self.line.sendall(encode_frame((hello or hello_of()).to_message()))
+        first = message(self.line)
+        self._check(first)
+        self.terms = GatewayTerms.from_message(first)
         second = message(self.line)
         self._check(second)
         self.welcome = Welcome.from_message(second)
         self.calls = self.open_calls(self.welcome.token)
         self.data = self.open_data(self.welcome.token)
-
-    def _begin(self, port: int, identify: Identify) -> None:
-        self.port = port
-        self.line = connect(port, self._tls)
-        self.line.sendall(preface(Purpose.LIFE_LINE) + encode_frame(identify.to_message()))
-
-    def _greet(self, hello: Hello) -> None:
-        self.line.sendall(encode_frame(hello.to_message()))
-        first = message(self.line)
-        self._check(first)
-        self.terms = GatewayTerms.from_message(first)
 
     def _check(self, found: dict[str, Any]) -> None:
         if found["kind"] == "refused":
@@ -280,15 +271,14 @@ class RawSession:
         self._number += 1
         return self._number
 
-    def put_frame(self, extents: Records, payload: bytes, number: int | None = None) -> bytes:
+    def put_frame(self, extents: Records, payload: bytes) -> bytes:
         """Return the bytes of a put."""
-        number = self.number() if number is None else number
-        frame = DataFrame(DataKind.PUT, len(extents), number, len(payload))
+        frame = DataFrame(DataKind.PUT, len(extents), self.number(), len(payload))
         return frame.pack() + extents.tobytes() + payload
 
-    def put(self, extents: Records, payload: bytes, number: int | None = None) -> list[Outcome]:
+    def put(self, extents: Records, payload: bytes) -> list[Outcome]:
         """Store and return the outcomes."""
-        self.data.sendall(self.put_frame(extents, payload, number))
+        self.data.sendall(self.put_frame(extents, payload))
         kind, outcomes, _ = self.answer()
         assert kind is DataKind.STORED
         return outcomes

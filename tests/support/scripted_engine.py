@@ -143,7 +143,10 @@ class ScriptedEngine:
         groups = tuple(GroupSpec(**{**vars(one), "shards": shards}) for one in groups)
         sizes = (1, ranks) if pipeline else (ranks, 1)
         self.contract = contract_of(groups, *sizes)
-        chosen = Settings(url=url, **{"policy": "always", "lookup_wait_ms": 8000, **settings})
+        chosen = Settings(
+            url=url,
+            **{"policy": "always", "lookup_wait_ms": 8000, "promotion_wait_ms": 60_000, **settings},
+        )
         given = facts_of(engine_id, **(facts or {}))
         offer = Handshake(self.contract.to_json(), replicas, tuple(range(len(groups))))
         self.pool = ScriptedPool(blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import socket
 import ssl
 import threading
@@ -16,19 +15,13 @@ from support.certificates import Authority
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings, load_settings
-from kvhearth_server.gateway.doors import Doors, Failures, tls_context
+from kvhearth_server.gateway.doors import Doors, tls_context
 from kvhearth_server.gateway.identity import Bounds, Identity, Role
 from kvhearth_server.gateway.roster import add_token, hash_of, new_token, read_roster
 
 pytestmark = pytest.mark.usefixtures("no_environment")
 
 A, B = "token-of-a-" + "x" * 30, "token-of-b-" + "y" * 30
-
-
-def scrypt_of(secret: str, n: int = 1024) -> str:
-    salt = b"s" * 16
-    found = hashlib.scrypt(secret.encode(), salt=salt, n=n, r=8, p=1, dklen=32)
-    return f"scrypt:{n}:8:1:{salt.hex()}:{found.hex()}"
 
 
 def written(path: Path, *rows: str, certificates: tuple[str, ...] = ()) -> Path:
@@ -89,53 +82,16 @@ def test_tokens_have_tenants_roles_and_bounds(tmp_path: Path) -> None:
         written(
             tmp_path / "tokens",
             f"name: a, tenant: t1, hash: '{hash_of(A)}', bounds: {{held_bytes: 1GiB, sessions: 2}}",
-            f"name: b, tenant: t2, role: reader, hash: '{scrypt_of(B)}'",
+            f"name: b, tenant: t2, role: operator, hash: '{hash_of(B)}'",
         )
     )
     bounds = Bounds(sessions=2, held_bytes=1 << 30)
     assert doors.identify(A, None) == Identity("a", "t1", Role.ENGINE, bounds)
-    for _ in range(2):  # hashed, then remembered
-        assert doors.identify(B, None) == Identity("b", "t2", Role.READER)
+    assert doors.identify(B, None) == doors.of_token(B) == Identity("b", "t2", Role.OPERATOR)
     same = {refused(doors, wrong) for wrong in (A[:-1], B + "z", "\ud800", "x" * 256)}
     assert len(same) == 1, "a refusal tells which token exists"
     assert "token or certificate" in refused(doors, "")
     assert doors.refusals == {"wrong_token": 4, "nothing_shown": 1}
-
-
-def test_wrong_tokens_cost_little_and_cut_off_nobody_else(tmp_path: Path) -> None:
-    """After some wrong ones an address is not hashed for; random and remembered tokens go on."""
-    hashed = []
-    doors = doors_of(
-        written(
-            tmp_path / "tokens",
-            f"name: a, tenant: t, hash: '{hash_of(A)}'",
-            f"name: b, tenant: t, hash: '{scrypt_of(B)}'",
-        )
-    )
-    doors.identify(B, None, "10.0.0.1")
-    scrypt = hashlib.scrypt
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hashlib, "scrypt", lambda *a, **k: (hashed.append(1), scrypt(*a, **k))[1])
-        messages = [refused(doors, f"wrong-{number}") for number in range(100)]
-    assert len(hashed) <= 12
-    assert "too many wrong tokens" in messages[-1]
-    assert doors.identify(A, None, "10.0.0.1").name == "a"
-    assert doors.identify(B, None, "10.0.0.1").name == "b"
-    assert "no identity" in refused(doors, "wrong", address="10.0.0.2")
-
-
-def test_failures_are_forgotten_in_time_and_bounded() -> None:
-    now = [0.0]
-    failures = Failures(lambda: now[0])
-    for _ in range(20):
-        failures.note("2001:db8::1")
-    assert failures.wait_s("2001:db8::ffff") > 10, "an IPv6 site is one peer"
-    assert failures.wait_s("2001:db8:1::1") == 0
-    now[0] = 60.0
-    assert failures.wait_s("2001:db8::1") == 0
-    for number in range(10_000):
-        failures.note(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
-    assert len(failures._until) <= 4096
 
 
 @pytest.mark.parametrize(
@@ -151,8 +107,7 @@ def test_failures_are_forgotten_in_time_and_bounded() -> None:
         ("tokens: [{name: a, tenant: t, hash: x, secret: y}]", "unknown field 'secret'"),
         ("tokens: [{name: a, tenant: t, hash: x, bounds: {sessions: -1}}]", "numbers from 0"),
         ("tokens: [{name: a, tenant: t, hash: x, bounds: {seats: 1}}]", "bounds: write"),
-        ("tokens: [{name: a, tenant: t, hash: 'scrypt:16:8:1:00:00'}]", "N is a power of 2"),
-        ("tokens: [{name: a, tenant: t, hash: 'scrypt:131072:99:1:00:00'}]", "cost too much"),
+        ("tokens: [{name: a, tenant: t, hash: 'scrypt:1024:8:1:00:00'}]", "sha256:HEX"),
         ("certificates: [{tenant: t}]", "name: write"),
         ("certificates: [{name: n, tenant: t}]", "cn or its uri"),
         ("certificates: [{cn: a, tenant: t}, {cn: a, tenant: u}]", "another tenant"),
@@ -201,12 +156,12 @@ def test_certificates_name_tenants_by_the_file_only(tmp_path: Path) -> None:
         tmp_path / "tokens",
         f"name: a, tenant: t1, hash: '{hash_of(A)}'",
         certificates=(
-            "cn: gpu-7, tenant: t2, role: reader",
+            "cn: gpu-7, tenant: t2, role: operator",
             "uri: 'spiffe://x/engine', name: engines, tenant: t3",
         ),
     )
     doors = doors_of(path)
-    assert doors.identify("", shown("gpu-7")) == Identity("gpu-7", "t2", Role.READER)
+    assert doors.identify("", shown("gpu-7")) == Identity("gpu-7", "t2", Role.OPERATOR)
     assert doors.identify("", shown("gpu-7", "spiffe://x/engine")).tenant == "t3"
     assert doors.identify(A, shown("gpu-7")).tenant == "t1"
     assert "certificate" in refused(doors, "", shown("a"))
@@ -367,7 +322,7 @@ def test_tokens_are_appended_and_comments_stay(tmp_path: Path) -> None:
     path = tmp_path / "tokens.yaml"
     tokens = [new_token() for _ in range(3)]
     for number, token in enumerate(tokens):
-        add_token(path, Identity(f"n{number}", "t", Role.READER, Bounds(sessions=number)), token)
+        add_token(path, Identity(f"n{number}", "t", Role.OPERATOR, Bounds(sessions=number)), token)
         if not number:
             path.write_text(
                 "# whose\n" + path.read_text() + "certificates:\n- {cn: x, tenant: t}\n"
@@ -378,7 +333,7 @@ def test_tokens_are_appended_and_comments_stay(tmp_path: Path) -> None:
     for number, token in enumerate(tokens):
         assert token not in path.read_text()
         bounds = Bounds(sessions=number)
-        assert doors.identify(token, None) == Identity(f"n{number}", "t", Role.READER, bounds)
+        assert doors.identify(token, None) == Identity(f"n{number}", "t", Role.OPERATOR, bounds)
     assert len(read_roster(path).rows) == 4
     with pytest.raises(KVHearthError, match="another tenant, role or bounds"):
         add_token(path, Identity("n0", "other"), new_token())

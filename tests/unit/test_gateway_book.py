@@ -10,11 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.wire.remote import Outcome
 from kvhearth_server.gateway.book import Book, Put, places
-from kvhearth_server.gateway.sessions import PutLog
 from kvhearth_server.gateway.streams import Ended, Stream
 
 OK, FOREIGN = Outcome.OK, Outcome.FOREIGN_EXTENT
@@ -163,39 +161,6 @@ def test_a_closed_book_grants_nothing(put: Put) -> None:
     book.reserved(2, [extents(2).tobytes()])
     assert begin(book, put, 1, 2) == [FOREIGN, FOREIGN]
     assert book.readable(places(extents(1).tobytes())) == [False]
-
-
-def test_a_put_s_answer_is_given_again(put: Put) -> None:
-    log = PutLog()
-    assert log.begin(1, put, 1) is None
-    log.end(1, b"\0")
-    assert log.begin(1, put, 1) == b"\0"
-    assert log.begin(2, put, 1) is None
-    log.end(2, None)
-    assert log.answer(2, put.stream, 1) is None
-    assert log.begin(2, put, 1) is None, "the connection that asked may do it"
-
-
-def test_a_put_that_was_asked_about_is_another_connection_s(
-    put: Put, pair: tuple[Stream, socket.socket]
-) -> None:
-    log = PutLog()
-    other = Put(Stream(pair[1].dup(), 15.0))
-    assert log.answer(1, other.stream, 1) is None
-    with pytest.raises(KVHearthError) as refused:
-        log.begin(1, put, 1)
-    assert refused.value.reason is Reason.STALE_EXTENT
-    assert log.begin(1, other, 1) is None
-    other.stream.close()
-
-
-def test_only_the_latest_answers_are_kept(put: Put) -> None:
-    log = PutLog()
-    for number in range(2000):
-        log.begin(number, put, 1)
-        log.end(number, b"\0")
-    assert log.answer(0, put.stream, 1) is None
-    assert log.answer(1999, put.stream, 1) == b"\0"
 
 
 def test_a_frame_that_drips_ends_at_its_deadline(pair: tuple[Stream, socket.socket]) -> None:

@@ -1,4 +1,4 @@
-"""Bounds and roles of identities: what is refused, why, and when there is room again."""
+"""Bounds of identities: what is refused, why, and when there is room again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.wire.frames import METHODS, OPEN
 from kvhearth_server.gateway.identity import Bounds, Identity, Role
-from kvhearth_server.gateway.meter import Meters, part_of
+from kvhearth_server.gateway.meter import Meters
 
 
 class Clock:
@@ -82,27 +81,12 @@ def test_held_memory_is_summed_over_sources() -> None:
     assert meter.refusals == {"held_blocks": 2, "held_bytes": 1}
 
 
-def test_a_reader_changes_nothing() -> None:
-    meter = Meters().of(identity())
-    allowed = {"Heartbeat", "Lookup", "Release", "Prefetch", "Touch"}
-    for name, kind in METHODS.items():
-        for role in (Role.ENGINE, Role.ADMIN):
-            meter.refuse_role(role, kind)
-        if name in allowed:
-            meter.refuse_role(Role.READER, kind)
-        else:
-            refused = reason_of(lambda kind=kind: meter.refuse_role(Role.READER, kind))  # type: ignore[misc]
-            assert refused is Reason.PEER_NOT_ALLOWED
-    meter.refuse_role(Role.READER, OPEN)
-
-
-def test_bounds_change_with_the_file_and_are_shared_by_processes() -> None:
-    meters = Meters(processes=3)
-    assert part_of(Bounds(1, 0, 10, 9), 3) == Bounds(1, 0, 4, 3)
-    meter = meters.of(identity(sessions=3))
+def test_bounds_change_with_the_file() -> None:
+    meters = Meters()
+    meter = meters.of(identity(sessions=1))
     meter.open_session()
     assert reason_of(meter.open_session) is Reason.TOO_MANY_SESSIONS
-    assert meters.of(identity(sessions=6)) is meter
+    assert meters.of(identity(sessions=2)) is meter
     meter.open_session()
 
 

@@ -30,9 +30,8 @@ Talk = Callable[["Peer"], None]
 class Peer:
     """A connection at the scripted gateway's end."""
 
-    def __init__(self, stream: socket.socket, port: int) -> None:
+    def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
-        self.port = port
         self._decoder = FrameDecoder()
         self._heard: list[dict[str, Any]] = []
 
@@ -49,9 +48,9 @@ class Peer:
         """Send a message."""
         self.stream.sendall(encode_frame(message))
 
-    def terms(self, port: int = 0, resume_s: float = WAIT_S) -> None:
-        """Send terms; by default the port is the one that was called."""
-        self.say(GatewayTerms(port or self.port, 1 << 20, 4, 8, resume_s, 5.0).to_message())
+    def terms(self, resume_s: float = WAIT_S) -> None:
+        """Send terms."""
+        self.say(GatewayTerms(1 << 20, 4, 8, resume_s, 5.0).to_message())
 
     def wait_end(self) -> None:
         """Wait until the client closes."""
@@ -83,7 +82,7 @@ class Script:
                     stream.settimeout(WAIT_S)
                     first = stream.recv(PREFACE.size, 0)
                     assert purpose_of(first) is Purpose.LIFE_LINE
-                    talk(Peer(stream, self.port))
+                    talk(Peer(stream))
             except OSError:
                 continue
             except BaseException as error:  # noqa: BLE001 - raised again by `end`
@@ -155,30 +154,13 @@ def test_attach_and_goodbye() -> None:
     assert heard == [{"kind": "bye"}]
 
 
-def test_another_port_may_be_named() -> None:
-    second = Script(welcoming)
-    first = Script(lambda peer: peer.terms(second.port))
-    session = attached(first)
-    assert session.dialer.port == second.port
-    session.goodbye()
-    first.end()
-    second.end()
-
-
-def test_circles_end() -> None:
-    scripts: list[Script] = []
-    turns = [lambda peer: peer.terms(scripts[1].port), lambda peer: peer.terms(scripts[0].port)]
-    scripts += [Script(turns[0], turns[0]), Script(turns[1], turns[1])]
-    assert refusal_of(scripts[0]).reason is Reason.BAD_MESSAGE
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
         (refused(KVHearthError(Reason.PEER_NOT_ALLOWED, "no")), Reason.PEER_NOT_ALLOWED),
         (refused(KVHearthError(Reason.TOO_MANY_SESSIONS, "no")), Reason.TOO_MANY_SESSIONS),
         (WELCOME.to_message(), Reason.BAD_MESSAGE),
-        ({"kind": "gateway", "port": 1}, Reason.BAD_MESSAGE),
+        ({"kind": "gateway", "resume_s": 1}, Reason.BAD_MESSAGE),
         ({}, Reason.BAD_MESSAGE),
     ],
 )

@@ -32,7 +32,7 @@ from kvhearth.session.arena import ArenaMapping
 from kvhearth.wire.frames import DONE, HEADER
 from kvhearth.wire.handshake import SegmentInfo, Welcome
 from kvhearth.wire.remote import Outcome
-from kvhearth_server.gateway.book import Book, Put
+from kvhearth_server.gateway.book import Book
 from kvhearth_server.gateway.calls import CallsConnection
 from kvhearth_server.gateway.data import DataConnection, _extents
 
@@ -222,7 +222,7 @@ def received(mapped: Mapped, *slots: int) -> list[int]:
     session: Any = SimpleNamespace(mapping=mapped.arena, book=book)
     tally: Any = counts
     connection = DataConnection(stream, session, tally, window_bytes=1 << 20, frame_s=9.0)
-    return connection._store(Put(stream), _extents(bytearray(records)), 0.0)
+    return connection._store(_extents(bytearray(records)), 0.0)
 
 
 def test_a_gateway_populates_what_it_receives_into(empty: Mapped) -> None:

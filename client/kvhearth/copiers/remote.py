@@ -57,6 +57,7 @@ of the client per GB stored: 0.28 s in place of 0.43 s for runs of 64 KiB, 0.42 
 _INNER_WAIT_S = 1.0
 _INNER_END_S = 0.5
 _OK = int(Outcome.OK)
+_NOT_CARRIED_OUT = b"\xff"
 _FAILURES: dict[int, BlockFailure] = {
     Outcome.STALE_GENERATION: BlockFailure.STALE_GENERATION,
     Outcome.CHECKSUM_MISMATCH: BlockFailure.CHECKSUM_MISMATCH,
@@ -268,6 +269,7 @@ class _Portion(Request):
         self.kind = _KINDS[flight.job.ticket.kind]
         self.count = len(positions)
         self.payload_bytes = len(positions) * block_bytes
+        self.tries = 0
         self.pages = flight.batch.pages[positions]
         self.mark = flight.job.mark
         self.space: Space | None = None
@@ -305,7 +307,7 @@ class _Portion(Request):
         """See ``data.Request``."""
         failures = {
             index: _FAILURES.get(outcome, BlockFailure.COPY_FAILED)
-            for index, outcome in enumerate(outcomes or bytes([Outcome.UNKNOWN]) * self.count)
+            for index, outcome in enumerate(outcomes or _NOT_CARRIED_OUT * self.count)
             if outcome != _OK
         }
         try:

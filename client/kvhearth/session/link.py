@@ -213,7 +213,6 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-_REDIRECTS_MAX = 4
 _CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
 """Words in the names of TLS's alerts about a client's certificate."""
 
@@ -226,7 +225,7 @@ class RemoteSession(Session):
 
     Attributes:
         terms: the gateway's.
-        dialer: opens connections to the port of the terms.
+        dialer: opens connections.
         on_retired: called by ``retire``.
     """
 
@@ -386,45 +385,26 @@ def _attach_remote(url: RemoteUrl, hello: Hello) -> RemoteSession:
     dialer = Dialer(url)
     opening = encode_frame(Identify(url.secret()).to_message()) + encode_frame(hello.to_message())
     try:
-        for _ in range(_REDIRECTS_MAX):
-            session = _attach_at(url, dialer, opening, deadline)
-            if session is not None:
-                return session
+        line = dialer.connect(Purpose.LIFE_LINE, deadline)
+        try:
+            line.sendall(opening)
+            answers = _messages(line, deadline)
+            answer = next(answers)
+            if answer.get("kind") != "gateway":
+                raise _refusal(answer)
+            terms = GatewayTerms.from_message(answer)
+            welcome = _read_answer(next(answers))
+            dialer.keepalive_s = terms.keepalive_s
+            dialer.set_keepalive(line)
+            line.setblocking(False)
+            return RemoteSession(welcome, line, url, terms, dialer)
+        except BaseException:
+            # No copy ever began.
+            _say_bye(line)
+            line.close()
+            raise
     except OSError as error:
         raise _translate(error, url, url.place) from None
-    raise KVHearthError(Reason.BAD_MESSAGE, f"{url.place} sends its clients round in circles")
-
-
-def _attach_at(
-    url: RemoteUrl, dialer: Dialer, opening: bytes, deadline: float
-) -> RemoteSession | None:
-    """Attach at the dialer's port; None if the gateway names another one, which is set.
-
-    Raises:
-        OSError: the gateway cannot be reached, or does not answer.
-    """
-    line = dialer.connect(Purpose.LIFE_LINE, deadline)
-    try:
-        line.sendall(opening)
-        answers = _messages(line, deadline)
-        answer = next(answers)
-        if answer.get("kind") != "gateway":
-            raise _refusal(answer)
-        terms = GatewayTerms.from_message(answer)
-        dialer.keepalive_s = terms.keepalive_s
-        if terms.port != dialer.port:
-            dialer.port = terms.port
-            line.close()
-            return None
-        welcome = _read_answer(next(answers))
-        dialer.set_keepalive(line)
-        line.setblocking(False)
-        return RemoteSession(welcome, line, url, terms, dialer)
-    except BaseException:
-        # No copy ever began.
-        _say_bye(line)
-        line.close()
-        raise
 
 
 def _messages(line: socket.socket, deadline: float) -> Iterator[dict[str, Any]]:

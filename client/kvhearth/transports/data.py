@@ -1,8 +1,8 @@
-"""Bytes of blocks over connections to a gateway: pipelined, resumed after a break.
+"""Bytes of blocks over connections to a gateway, pipelined.
 
 Each connection has a thread, which sends requests as far as the gateway's window allows and takes
 their answers in order. Payload moves between the network and the memory that a request names, by
-one system call a direction where the kernel can.
+one system call a direction where the kernel can. A break ends puts: their blocks are not stored.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ GETS_IN_ROW_MAX = 8
 """Gets that go before a put that waits."""
 UNANSWERED_MAX = 64
 """Most unanswered requests of a connection."""
-TRIES_MAX = 2
-"""How often a request is begun, on one connection after another."""
+GET_TRIES_MAX = 2
+"""How often a get is begun, on one connection after another."""
 STALL_S = 5.0
 """Longest time without progress, by default."""
 _IDLE_S = 5.0
@@ -45,7 +45,6 @@ _OVER_S = 0.05
 _BUFFERS_MAX = 512
 """Most buffers of one system call; the kernel takes 1024."""
 _STATUS_BYTES_MAX = 64 << 10
-_NUMBER = struct.Struct("<Q")
 _OK = int(Outcome.OK)
 
 Buffer = Any
@@ -59,14 +58,18 @@ class Request(Protocol):
         kind: ``PUT`` or ``GET``.
         count: number of extents.
         payload_bytes: bytes of all blocks.
+        tries: how often it was begun; the lines count.
     """
 
     kind: DataKind
     count: int
     payload_bytes: int
+    tries: int
 
     def prepare(self) -> bool:
-        """Take what it needs before it is begun; False to be asked again later. Does not wait."""
+        """Take what it needs before it is begun, once; False to be asked again later. Does not
+        wait.
+        """
 
     def records(self) -> bytes:
         """Return its extents; a put's bytes are in place afterwards, with their checksums.
@@ -141,6 +144,15 @@ class DataLines:
                 self.changed.notify()
                 return
         request.end(b"")
+
+    def put_back(self, get: Request) -> None:
+        """Let another line begin a get again; it goes first."""
+        with self.changed:
+            if not self.closed:
+                self._gets.appendleft(get)
+                self.changed.notify()
+                return
+        get.end(b"")
 
     def wake(self) -> None:
         """Look again at requests that could not be prepared."""
@@ -225,9 +237,8 @@ class _Line:
         self._lines = lines
         self._stream: socket.socket | None = None
         self._plain = True
-        self._unanswered: deque[_UnderWay] = deque()
+        self._unanswered: deque[tuple[Request, int]] = deque()
         self._unanswered_bytes = 0
-        self._again: deque[_UnderWay] = deque()
         self._worker = SupervisedThread("kvhearth-data", self._step, self._recover, wake=lines.wake)
         self._worker.start()
 
@@ -244,7 +255,8 @@ class _Line:
         self.interrupt()
         ended = self._worker.stop(max(until - time.monotonic(), 0.0))
         if ended:
-            self._hang_up()
+            for request in self._hang_up():
+                request.end(b"")
         return ended
 
     def forget(self) -> None:
@@ -260,8 +272,6 @@ class _Line:
             self._worker.rest(_OVER_S)
             return
         try:
-            if self._again:
-                self._resume()
             self._send_some()
             if self._unanswered:
                 self._receive()
@@ -273,66 +283,62 @@ class _Line:
         lines = self._lines
         while len(self._unanswered) < UNANSWERED_MAX and self._unanswered_bytes <= PORTION_BYTES:
             busy = bool(self._unanswered)
-            kind = self._unanswered[0].request.kind if busy else None
+            kind = self._unanswered[0][0].kind if busy else None
             room_bytes = lines.window_bytes - self._unanswered_bytes
             request = lines.take(kind, room_bytes, 0.0 if busy else _IDLE_S)
             if request is None:
                 return
-            under_way = _UnderWay(request, next(lines.numbers))
-            self._again.append(under_way)  # until it is sent
-            under_way.records = request.records()
-            if under_way.records:
-                self._send(under_way)
-            self._again.popleft()
-            if not under_way.records:
-                request.end(b"")
+            self._begin(request, next(lines.numbers))
 
-    def _send(self, under_way: _UnderWay) -> None:
+    def _begin(self, request: Request, number: int) -> None:
+        self._unanswered.append((request, number))
+        self._unanswered_bytes += request.payload_bytes
+        request.tries += 1
+        records = request.records()
+        if not records:
+            self._unanswered.pop()
+            self._unanswered_bytes -= request.payload_bytes
+            request.end(b"")
+            return
         stream = self._stream or self._connect()
-        under_way.tries += 1
-        request = under_way.request
         put = request.kind is DataKind.PUT
         payload = request.payload_bytes if put else 0
-        header = DataFrame(request.kind, request.count, under_way.number, payload).pack()
+        header = DataFrame(request.kind, request.count, number, payload).pack()
         buffers = request.buffers(range(request.count)) if put else []
-        self._send_all(stream, [header + under_way.records, *buffers])
-        self._unanswered.append(under_way)
-        self._unanswered_bytes += request.payload_bytes
+        self._send_all(stream, [header + records, *buffers])
 
     def _receive(self) -> None:
         """Take the answer to the oldest request."""
-        under_way = self._unanswered[0]
-        request = under_way.request
-        frame, outcomes = self._answer(under_way)
+        request, number = self._unanswered[0]
+        frame, outcomes = self._answer(request, number)
         if request.kind is DataKind.PUT:
             if frame.kind is not DataKind.STORED or frame.payload_bytes:
                 raise _out_of_step(frame)
         else:
             if frame.kind is not DataKind.BYTES:
                 raise _out_of_step(frame)
-            outcomes = self._receive_bytes(under_way, frame, outcomes)
+            outcomes = self._receive_bytes(request, frame, outcomes)
         self._unanswered.popleft()
         self._unanswered_bytes -= request.payload_bytes
         request.end(outcomes)
 
-    def _receive_bytes(self, under_way: _UnderWay, frame: DataFrame, outcomes: bytes) -> bytes:
+    def _receive_bytes(self, request: Request, frame: DataFrame, outcomes: bytes) -> bytes:
         """Receive the payload and the frame behind it; return the outcomes of both."""
-        request = under_way.request
         chosen = [index for index, outcome in enumerate(outcomes) if outcome == _OK]
         buffers = request.buffers(chosen)
         if frame.payload_bytes != sum(len(buffer) for buffer in buffers):
             raise _out_of_step(frame)
         tail = bytearray(DATA_HEADER.size + request.count)
         self._receive_all([*buffers, tail])
-        frame = DataFrame.unpack(bytes(tail[: DATA_HEADER.size]))
-        if frame != DataFrame(DataKind.COPIED, request.count, under_way.number, 0):
-            raise _out_of_step(frame)
+        last = DataFrame.unpack(bytes(tail[: DATA_HEADER.size]))
+        if last != DataFrame(DataKind.COPIED, request.count, frame.number, 0):
+            raise _out_of_step(last)
         after = bytes(tail[DATA_HEADER.size :])
         if outcomes == after:
             return after
         return bytes(one or two for one, two in zip(outcomes, after, strict=True))
 
-    def _answer(self, under_way: _UnderWay) -> tuple[DataFrame, bytes]:
+    def _answer(self, request: Request, number: int) -> tuple[DataFrame, bytes]:
         """Receive the header and the outcomes of the next answer.
 
         Raises:
@@ -343,7 +349,7 @@ class _Line:
         frame = DataFrame.unpack(bytes(head))
         if frame.kind is DataKind.REFUSED:
             raise self._refusal(frame)
-        if frame.number != under_way.number or frame.count != under_way.request.count:
+        if frame.number != number or frame.count != request.count:
             raise _out_of_step(frame)
         outcomes = bytearray(frame.count)
         self._receive_all([outcomes])
@@ -377,87 +383,39 @@ class _Line:
         return stream
 
     def _broken(self, error: Exception) -> None:
-        """Hang up; keep the requests that may be tried again, and end the others."""
+        """Hang up; end what was under way, but let another connection begin its gets again."""
         if self._lines.alive() and not self._lines.closed:
             self._lines.warnings.warn(
                 "data.broken", "a connection for bytes broke, opening another", error=error
             )
-        self._hang_up()
-        begun = [*self._unanswered, *self._again]
-        self._unanswered.clear()
-        self._unanswered_bytes = 0
-        self._again.clear()
-        for under_way in begun:
-            # One that was never sent has cost its line a connection all the same.
-            under_way.breaks += 1
-            if under_way.breaks < TRIES_MAX and _may_try_again(error):
-                self._again.append(under_way)
+        for request in reversed(self._hang_up()):  # each goes first
+            # Another error than a break's is an answer to the requests themselves.
+            again = isinstance(error, OSError) and request.kind is DataKind.GET
+            if again and request.tries < GET_TRIES_MAX:
+                self._lines.put_back(request)
             else:
-                under_way.request.end(b"")
-
-    def _resume(self) -> None:
-        """Begin unanswered requests again on a new connection, but no put that ended."""
-        stream = self._stream or self._connect()
-        puts = [each for each in self._again if each.tries and each.request.kind is DataKind.PUT]
-        known = self._ask(stream, puts) if puts else {}
-        while self._again:
-            under_way = self._again[0]
-            outcomes = known.get(under_way.number)
-            if outcomes is None:
-                self._send(under_way)
-                self._again.popleft()
-                self._receive_rest()
-            else:
-                self._again.popleft()
-                under_way.request.end(outcomes)
-
-    def _receive_rest(self) -> None:
-        """Take all answers, so that requests of both kinds may follow each other."""
-        while self._unanswered:
-            self._receive()
-
-    def _ask(self, stream: socket.socket, puts: Sequence[_UnderWay]) -> dict[int, bytes]:
-        """Ask for the answers to puts; return the outcomes of those that ended, by number."""
-        number = next(self._lines.numbers)
-        numbers = b"".join(_NUMBER.pack(each.number) for each in puts)
-        self._send_all(stream, [DataFrame(DataKind.ASK, len(puts), number, 0).pack() + numbers])
-        counts = {each.number: each.request.count for each in puts}
-        found: dict[int, bytes] = {}
-        while True:
-            head = bytearray(DATA_HEADER.size)
-            self._receive_all([head])
-            frame = DataFrame.unpack(bytes(head))
-            if frame.kind is DataKind.REFUSED:
-                raise self._refusal(frame)
-            outcomes = bytearray(frame.count)
-            self._receive_all([outcomes])
-            if frame.kind is DataKind.STORED and counts.get(frame.number) == frame.count:
-                found[frame.number] = bytes(outcomes)
-            elif frame == DataFrame(DataKind.KNOWN, len(puts), number, 0):
-                return found
-            else:
-                raise _out_of_step(frame)
+                request.end(b"")
 
     def _end_all(self) -> None:
         """End all requests of a session that is over, also those that no line has begun."""
-        self._hang_up()
-        begun = [*self._unanswered, *self._again]
-        self._unanswered.clear()
-        self._unanswered_bytes = 0
-        self._again.clear()
-        for under_way in begun:
-            under_way.request.end(b"")
-        while (request := self._lines.drop()) is not None:
+        for request in self._hang_up():
             request.end(b"")
+        while (waiting := self._lines.drop()) is not None:
+            waiting.end(b"")
 
     def _recover(self) -> None:
         """Hang up after a step that raised: what is under way is lost."""
         self._broken(KVHearthError(Reason.INTERNAL, "a step failed"))
 
-    def _hang_up(self) -> None:
+    def _hang_up(self) -> list[Request]:
+        """Close the connection; return the requests that it leaves without an answer."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
+        begun = [request for request, _ in self._unanswered]
+        self._unanswered.clear()
+        self._unanswered_bytes = 0
+        return begun
 
     # -- bytes -------------------------------------------------------------------------------------
 
@@ -505,19 +463,6 @@ class _Line:
                 some = _rest(some, size)
 
 
-class _UnderWay:
-    """A request on a line: its number, how often it was sent, and how many breaks it has seen."""
-
-    __slots__ = ("breaks", "number", "records", "request", "tries")
-
-    def __init__(self, request: Request, number: int) -> None:
-        self.request = request
-        self.number = number
-        self.records = b""
-        self.tries = 0
-        self.breaks = 0
-
-
 def _rest(buffers: list[Buffer], size: int) -> list[Buffer]:
     """Return what is left of buffers after their first bytes."""
     for index, buffer in enumerate(buffers):
@@ -525,11 +470,6 @@ def _rest(buffers: list[Buffer], size: int) -> list[Buffer]:
             return [memoryview(buffer)[size:], *buffers[index + 1 :]]
         size -= len(buffer)
     return []
-
-
-def _may_try_again(error: Exception) -> bool:
-    """Return whether a break says nothing about the requests themselves."""
-    return isinstance(error, OSError)
 
 
 def _out_of_step(frame: DataFrame) -> KVHearthError:

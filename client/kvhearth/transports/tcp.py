@@ -25,7 +25,6 @@ class Dialer:
         url: where it listens; certificates are read now.
 
     Attributes:
-        port: port of the next connections; the gateway's terms may name another one than the URL.
         keepalive_s: seconds of silence after which the kernel looks whether the gateway lives; a
             connection whose bytes are not acknowledged for as long ends.
 
@@ -34,7 +33,6 @@ class Dialer:
     """
 
     def __init__(self, url: RemoteUrl) -> None:
-        self.port = url.port
         self.keepalive_s = _KEEPALIVE_S
         self._url = url
         self._tls = url.tls_context()
@@ -52,7 +50,7 @@ class Dialer:
             KVHearthError: ``peer_not_allowed`` if the gateway's certificate is not trusted.
             OSError: ``TimeoutError`` at the deadline.
         """
-        raw = socket.create_connection((self._url.host, self.port), _left_s(end))
+        raw = socket.create_connection((self._url.host, self._url.port), _left_s(end))
         stream = raw
         try:
             if raw.getsockname() == raw.getpeername():

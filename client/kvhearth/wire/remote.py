@@ -41,19 +41,16 @@ class DataKind(enum.IntEnum):
 
     ``OPEN``: the session's token as payload; the first frame of a data connection, not answered
     unless it is refused. ``PUT``: extents, then their bytes; answered by ``STORED``. ``GET``:
-    extents; answered by ``BYTES`` and at once by ``COPIED``. ``ASK``: numbers of puts (``u64``)
-    that an earlier connection of this session left unanswered; answered by ``KNOWN``. ``REFUSED``:
-    a ``google.rpc.Status`` as payload; the connection ends.
+    extents; answered by ``BYTES`` and at once by ``COPIED``. ``REFUSED``: a ``google.rpc.Status``
+    as payload; the connection ends.
     """
 
     OPEN = 0
     PUT = 1
     GET = 2
-    ASK = 3
     STORED = 0x81
     BYTES = 0x82
     COPIED = 0x83
-    KNOWN = 0x84
     REFUSED = 0xFF
 
 
@@ -62,21 +59,18 @@ DATA_HEADER = struct.Struct("<HHIQQ")
 
 
 class Outcome(enum.IntEnum):
-    """Outcome of one extent: a byte of ``STORED``, ``BYTES``, ``COPIED`` and ``KNOWN``.
+    """Outcome of one extent: a byte of ``STORED``, ``BYTES`` and ``COPIED``.
 
     ``STORED`` has one for each extent; ``BYTES`` too, and the payload has those that are ``OK``;
     ``COPIED`` has one for each extent after its bytes were sent: only one that is ``OK`` in both
-    was the block's while it was read. ``KNOWN`` has one for each number: ``OK`` for a put that
-    ended, whose ``STORED`` was sent again just before, else ``UNKNOWN``. ``NO_MEMORY``: the
-    gateway's machine has none for the slot.
+    was the block's while it was read. ``NO_MEMORY``: the gateway's machine has none for the slot.
     """
 
     OK = 0
     STALE_GENERATION = 1
     CHECKSUM_MISMATCH = 2
     FOREIGN_EXTENT = 3
-    UNKNOWN = 4
-    NO_MEMORY = 5
+    NO_MEMORY = 4
 
 
 RECORD_BYTES: Mapping[DataKind, int] = MappingProxyType(
@@ -84,17 +78,15 @@ RECORD_BYTES: Mapping[DataKind, int] = MappingProxyType(
         DataKind.OPEN: 0,
         DataKind.PUT: EXTENT_BYTES,
         DataKind.GET: EXTENT_BYTES,
-        DataKind.ASK: 8,
         DataKind.STORED: 1,
         DataKind.BYTES: 1,
         DataKind.COPIED: 1,
-        DataKind.KNOWN: 1,
         DataKind.REFUSED: 0,
     }
 )
-"""Bytes of one record by the frame's kind: an extent, a number of a put, or an ``Outcome``."""
+"""Bytes of one record by the frame's kind: an extent or an ``Outcome``."""
 REQUEST_RECORDS_MAX = 4096
-"""Most extents or numbers of one data frame."""
+"""Most extents of one data frame."""
 TOKEN_BYTES_MAX = 256
 """Most bytes of a secret in ``Identify``, and of a session's token."""
 
@@ -196,9 +188,6 @@ class GatewayTerms:
     """The gateway's frame before the welcome (``kind`` is ``gateway``).
 
     Attributes:
-        port: where the life line, calls and data of this engine belong. If it is not the port that
-            the client connected to, no welcome follows: the client connects there and identifies
-            again.
         window_bytes: most payload of a data connection's unanswered requests.
         data_connections: most data connections of this session.
         calls_connections: most connections for calls of this session.
@@ -206,7 +195,6 @@ class GatewayTerms:
         keepalive_s: seconds of silence after which either side looks whether the other one lives.
     """
 
-    port: int
     window_bytes: int
     data_connections: int
     calls_connections: int

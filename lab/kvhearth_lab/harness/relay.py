@@ -34,7 +34,7 @@ class _Trap(NamedTuple):
 class Relay:
     """Forwards connections to a gateway on 127.0.0.1, until ``stop``.
 
-    It has the gateway's own port on another address, so that clients need no redirection.
+    It has the gateway's own port on another address.
 
     Args:
         port: the gateway's.

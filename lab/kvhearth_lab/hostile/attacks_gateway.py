@@ -169,7 +169,7 @@ class RemoteFrames(Remote):
             records["offset"] = records["slot"].astype(np.uint64) % 1024 * page_bytes
             records["generation"] %= 8
         size = rng.choice((0, count * page_bytes, 1 << 40, rng.randrange(1 << 20)))
-        kind = rng.choice((DataKind.PUT, DataKind.GET, DataKind.ASK, DataKind.STORED))
+        kind = rng.choice((DataKind.PUT, DataKind.GET, DataKind.STORED))
         payload = rng.randbytes(min(size, rng.choice((0, 100, 1 << 17))))
         return DataFrame(kind, count, rng.randrange(4), size).pack() + records.tobytes() + payload
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from kvhearth_server.cli.serve import given, with_flags_of
 from kvhearth_server.config.load import Settings, load_settings
 from kvhearth_server.gateway.doors import Doors
-from kvhearth_server.gateway.processes import SETTINGS, GatewayProcesses
+from kvhearth_server.gateway.process import SETTINGS, GatewayProcess
 from kvhearth_server.observability import logs
 
 EPILOG = (
@@ -25,10 +22,6 @@ LISTEN_DEFAULT = "127.0.0.1:9461"
 @with_flags_of(Settings, SETTINGS)
 def gateway(
     config: Path | None = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", help="Number of processes (gateway_processes).", metavar="N"),
-    ] = None,
     **flags: object,
 ) -> None:
     """Serve engines on other hosts until SIGTERM or SIGINT.
@@ -38,22 +31,22 @@ def gateway(
     serve --listen starts and watches one itself. SIGHUP reads certificates
     and tokens again.
     """
-    named = given(flags) | ({} if processes is None else {"gateway_processes": processes})
+    named = given(flags)
     settings = load_settings(named, config)
     if settings.listen_address is None:
         settings = load_settings(named | {"listen": LISTEN_DEFAULT}, config)
     logs.configure(settings.log_level, settings.log_format)
     logs.capture()
-    Doors(settings)  # wrong certificates and tokens end this start, not each process's
-    asyncio.run(_run(GatewayProcesses(settings, lambda: None)))
+    Doors(settings)  # wrong certificates and tokens end this start, not the process's
+    asyncio.run(_run(GatewayProcess(settings, lambda: None)))
 
 
-async def _run(processes: GatewayProcesses) -> None:
+async def _run(process: GatewayProcess) -> None:
     loop = asyncio.get_running_loop()
-    work = loop.create_task(processes.run())
+    work = loop.create_task(process.run())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, work.cancel)
-    loop.add_signal_handler(signal.SIGHUP, processes.hangup)
+    loop.add_signal_handler(signal.SIGHUP, process.hangup)
     try:
         await work
     except asyncio.CancelledError:

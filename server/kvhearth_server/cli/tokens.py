@@ -54,9 +54,7 @@ def new(
     ] = DEFAULT_TENANT_NAME,
     role: Annotated[
         str,
-        typer.Option(
-            "--role", help="engine stores and loads, reader only loads, admin operates the daemon."
-        ),
+        typer.Option("--role", help="engine stores and loads, operator also uses the HTTP."),
     ] = "engine",
     bound: Annotated[
         list[str] | None,

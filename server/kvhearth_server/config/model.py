@@ -283,9 +283,6 @@ class Settings(BaseSettings):
         description="Address of the gateway for engines on other hosts: HOST:PORT, or off. An "
         "address that others can reach needs tls_cert, tls_key, and tokens_file or client_ca.",
     )
-    gateway_processes: int = Field(
-        1, ge=1, le=64, description="Number of gateway processes that share the address."
-    )
     gateway_uids: Uids = Field(
         (),
         description="User ids whose processes may speak for any tenant, as a gateway does. "
@@ -316,8 +313,8 @@ class Settings(BaseSettings):
     )
     read_token_file: OptionalFile = Field(
         None,
-        description="File with a token that opens the lists of sessions, namespaces and leases "
-        "over HTTP, as the admin token does; read at the start. Default: the admin token only.",
+        description="File with a token that only reads over HTTP: sums, and the lists of "
+        "sessions, namespaces and leases. Read at the start. Default: the admin token only.",
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)] = (
         Field("info", description="Lowest level that is logged.")

@@ -1,4 +1,4 @@
-"""``python -m kvhearth_server.gateway``: one gateway process, whose parent listens for it.
+"""``python -m kvhearth_server.gateway``: the gateway's process, whose parent listens for it.
 
 With arguments it is ``kvhearth gateway``.
 """
@@ -19,7 +19,6 @@ from kvhearth.url import UnixUrl
 from kvhearth_server.child import begin, watch_parent
 from kvhearth_server.config.load import Settings
 from kvhearth_server.gateway.doors import Doors
-from kvhearth_server.gateway.listeners import Place
 from kvhearth_server.gateway.reporter import Reporter
 from kvhearth_server.gateway.server import Gateway, Limits
 from kvhearth_server.observability import logs
@@ -30,33 +29,27 @@ _DESCRIPTORS = 8192
 """Two for each connection, and those of the daemon's side."""
 
 
-def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> None:
+def serve(settings: Settings, listener: socket.socket) -> None:
     """Serve until stdin ends, SIGTERM or SIGINT; read certificates and tokens again at SIGHUP.
 
     Raises:
         KVHearthError: ``config_invalid`` for certificates or tokens that cannot be used.
     """
     doors = Doors(settings)
-    gateway = Gateway(
-        UnixUrl(settings.socket_dir),
-        doors,
-        place,
-        speaks=settings.tokens_file is not None or settings.client_ca is not None,
-        limits=Limits(handshake_s=settings.attach_timeout_s),
-        tls=lambda: doors.context,
-    )
+    url = UnixUrl(settings.socket_dir)
+    gateway = Gateway(url, doors, Limits(handshake_s=settings.attach_timeout_s))
     sources = {
         "gateway_peers_refused": lambda: Counter(doors.refusals),
         "gateway_bounds_met": gateway.meters.refusals,
     }
-    reporter = Reporter(UnixUrl(settings.socket_dir), gateway.tally, sources)
+    reporter = Reporter(url, gateway.tally, sources)
     reporter.thread.start()
     stopping = threading.Event()
     hung_up = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     signal.signal(signal.SIGHUP, lambda *_: hung_up.set())
-    gateway.start(listeners)
+    gateway.start(listener)
     with contextlib.suppress(BrokenPipeError):  # the parent died: stdin ends as well
         sys.stdout.write("serving\n")
         sys.stdout.flush()
@@ -71,7 +64,7 @@ def serve(settings: Settings, place: Place, listeners: list[socket.socket]) -> N
 
 
 def main() -> int:
-    """Run a child of ``processes.GatewayProcesses``; return the exit status."""
+    """Run a child of ``process.GatewayProcess``; return the exit status."""
     message = begin()
     if message is None:
         return 0  # the parent died
@@ -83,10 +76,9 @@ def main() -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     bounded = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(_DESCRIPTORS, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (bounded, most))
-    listeners = [socket.socket(fileno=number) for number in message["listeners"]]
-    for each in listeners:
-        each.setblocking(False)
-    serve(settings, Place(message["index"], tuple(message["ports"])), listeners)
+    listener = socket.socket(fileno=message["listener"])
+    listener.setblocking(False)
+    serve(settings, listener)
     return 0
 
 

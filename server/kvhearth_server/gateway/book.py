@@ -91,7 +91,6 @@ class Book:
         self._readable: dict[tuple[int, Place], int] = {}
         self._reserving: dict[int, _Asked] = {}
         self._looking: dict[int, _Asked] = {}
-        self._posting: set[int] = set()
         self._closed = False
 
     # -- calls -------------------------------------------------------------------------------------
@@ -142,30 +141,9 @@ class Book:
                 if whole.known:
                     self._make_readable(blobs)
 
-    def post(self, lease: int, blobs: list[bytes], *, joins: bool = False) -> None:
-        """Grant the extents of a lookup that the gateway answered itself; the daemon hears of the
-        lease afterwards, and ``posted`` follows.
-        """
-        self.look_up(lease)
+    def release(self, leases: Iterable[int]) -> None:
+        """Take leases from readers, before the ``Release`` leaves."""
         with self._changed:
-            self._posting.add(lease)
-        self.leased(lease, blobs, joins=joins)
-
-    def posted(self, lease: int) -> None:
-        """Note that the daemon has heard of a lease. Idempotent."""
-        with self._changed:
-            self._posting.discard(lease)
-            self._changed.notify_all()
-
-    def release(self, leases: Iterable[int], end: float = 0.0) -> None:
-        """Take leases from readers, before the ``Release`` leaves; wait until the monotonic time
-        ``end`` for those of which the daemon has not heard: it would keep them.
-        """
-        leases = list(leases)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._posting.isdisjoint(leases), max(0.0, end - time.monotonic())
-            )
             for number in leases:
                 if (asked := self._looking.get(number)) is not None:
                     asked.void = True

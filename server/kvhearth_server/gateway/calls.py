@@ -13,12 +13,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import pack_bits
 from kvhearth.proto.v1 import cache_pb2 as pb
-from kvhearth.results import LookupResult
-from kvhearth.shared_index import find_mapped
 from kvhearth.wire import frames
-from kvhearth.wire.messages import Query
 from kvhearth_server.gateway.sessions import RemoteSession
 from kvhearth_server.gateway.streams import Stream
 from kvhearth_server.gateway.tally import Tally
@@ -181,8 +177,6 @@ class CallsConnection:
         self._bounds: Mapping[int, tuple[str, int]] = body_bounds(
             contract.hash_bytes, shards, welcome.keys_max, most, most
         )
-        self._number = 0
-        self._posted: pb.LookupRequest | None = None
         self._upstream = Upstream(calls_path, welcome.token, welcome.message_bytes_max)
         self._handlers: Mapping[str, Callable[[bytes, _Relay], tuple[int, memoryview]]] = {
             "Heartbeat": self._heartbeat,
@@ -217,20 +211,15 @@ class CallsConnection:
             with self._budget.held(size, end):
                 body = bytes(self._stream.read(size, end))
                 answer = self._answer(name, kind, number, body)
-                try:
-                    self._stream.send([answer], time.monotonic() + self._frame_s)
-                finally:
-                    self._post(number)
+                self._stream.send([answer], time.monotonic() + self._frame_s)
 
     def _answer(self, name: str, kind: int, number: int, body: bytes) -> memoryview | bytes:
         self._tally.add("gateway_requests", 1, "call")
-        self._number = number
 
         def relay(content: bytes) -> tuple[int, memoryview]:
             return self._upstream.exchange(frames.HEADER.pack(len(content), kind, number) + content)
 
         try:
-            self._meter.refuse_role(self._session.identity.role, kind)
             self._meter.call()
             handler = self._handlers.get(name)
             if handler is None:
@@ -256,12 +245,9 @@ class CallsConnection:
     def _lookup(self, body: bytes, relay: _Relay) -> tuple[int, memoryview]:
         request = pb.LookupRequest.FromString(body)
         lease = request.lease_id
-        if lease:
-            self._meter.admit()
-        if (found := self._find(request)) is not None:
-            return frames.DONE, self._answer_lookup(request, found)
         if not lease:
             return relay(body)
+        self._meter.admit()
         self._book.look_up(lease)
         blobs: list[bytes] = []
         try:
@@ -273,61 +259,6 @@ class CallsConnection:
             self._book.leased(lease, blobs, joins=request.joins)
             self._session.note_held()
         return kind, answer
-
-    def _find(self, request: pb.LookupRequest) -> LookupResult | None:
-        """Answer a lookup by the daemon's index; None if the daemon must be asked, or refuses."""
-        session, contract = self._session, self._session.contract
-        blobs = {group.group: group.keys for group in request.groups}
-        counts = {group: len(keys) // contract.hash_bytes for group, keys in blobs.items()}
-        total = sum(counts.values())
-        if (
-            not session.index.tables
-            or not 0 < total <= session.welcome.keys_max
-            or len(blobs) < len(request.groups)
-            or max(blobs) >= len(contract.groups)
-            or any(
-                len(blobs[group]) != count * contract.hash_bytes for group, count in counts.items()
-            )
-        ):
-            return None
-        query = Query(blobs, counts, total)
-        return find_mapped(session.index, contract, query, request.epoch, request.lease_id)
-
-    def _answer_lookup(self, request: pb.LookupRequest, found: LookupResult) -> memoryview:
-        """Return the frame of an answer; the daemon hears of the lookup after it was sent."""
-        reply = pb.LookupResponse(boot_id=found.boot_id, hit_tokens=found.hit_tokens)
-        for group, each in found.groups.items():
-            reply.groups.add(
-                group=group,
-                present=pack_bits(each.present),
-                ready=pack_bits(each.ready),
-                leased=pack_bits(each.leased),
-                tiers=each.tiers.tobytes(),
-                extents=each.extents.tobytes(),
-            )
-        if found.lease is None:
-            # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
-            request.lease_id = 0
-        else:
-            reply.lease_id = found.lease.id
-            blobs = [group.extents for group in reply.groups]
-            self._book.post(found.lease.id, blobs, joins=request.joins)
-            self._session.note_held()
-        self._posted = request
-        body = reply.SerializeToString()
-        return memoryview(frames.HEADER.pack(len(body), frames.DONE, self._number) + body)
-
-    def _post(self, number: int) -> None:
-        """Tell the daemon of a lookup that was answered without it, for its lease and its use."""
-        request, self._posted = self._posted, None
-        if request is None:
-            return
-        try:
-            body = request.SerializeToString()
-            kind = frames.METHODS["Lookup"]
-            self._upstream.exchange(frames.HEADER.pack(len(body), kind, number) + body)
-        finally:
-            self._book.posted(request.lease_id)
 
     def _reserve(self, body: bytes, relay: _Relay) -> tuple[int, memoryview]:
         request = pb.ReserveRequest.FromString(body)
@@ -390,7 +321,7 @@ class CallsConnection:
 
     def _release(self, body: bytes, relay: _Relay) -> tuple[int, memoryview]:
         request = pb.ReleaseRequest.FromString(body)
-        self._book.release(request.lease_ids, time.monotonic() + COMMIT_WAIT_S)
+        self._book.release(request.lease_ids)
         self._session.note_held()
         return relay(body)
 

@@ -15,7 +15,6 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_RECORD, FLAG_SUMMED, checksum_of
 from kvhearth.native.blocks import BlockMover, block_mover
 from kvhearth.session.arena import ArenaMapping
-from kvhearth.wire.frames import METHODS
 from kvhearth.wire.remote import RECORD_BYTES, DataFrame, DataKind, Outcome
 from kvhearth_server.gateway.book import Place, Put
 from kvhearth_server.gateway.sessions import RemoteSession
@@ -33,8 +32,6 @@ _ALONE_BYTES = 256 << 10
 than the native module's call for all; for small ones the calls cost more.
 """
 _WASTE_BYTES = 256 << 10
-_SETTLE_S = 5.0
-_NUMBER_BYTES = 8
 
 
 class _Extent(NamedTuple):
@@ -90,7 +87,7 @@ class DataConnection:
         """
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        work = {DataKind.PUT: self._put, DataKind.GET: self._get, DataKind.ASK: self._ask}
+        work = {DataKind.PUT: self._put, DataKind.GET: self._get}
         while True:
             self._stream.wait()
             frame, records = self.receive(self._stream, self._window_bytes, self._frame_s)
@@ -124,23 +121,12 @@ class DataConnection:
         extents = _extents(records)
         if sum(each.bytes for each in extents) != frame.payload_bytes or not extents:
             raise KVHearthError(Reason.BAD_MESSAGE, "a put's payload is not that of its extents")
-        self._session.meter.refuse_role(self._session.identity.role, METHODS["Commit"])
-        put = Put(self._stream)
-        answer = self._session.puts.begin(frame.number, put, _SETTLE_S)
-        end = self._end(frame.payload_bytes)
-        if answer is not None:
-            self._discard(frame.payload_bytes, end)
-            self._tally.add("gateway_replays")
-        else:
-            try:
-                answer = bytes(self._store(put, extents, end))
-            finally:
-                self._session.puts.end(frame.number, answer)
+        outcomes = self._store(extents, self._end(frame.payload_bytes))
         self._tally.add("gateway_bytes", frame.payload_bytes, "in")
-        self._say(DataKind.STORED, frame.number, answer)
+        self._say(DataKind.STORED, frame.number, bytes(outcomes))
 
-    def _store(self, put: Put, extents: list[_Extent], end: float) -> list[int]:
-        book = self._session.book
+    def _store(self, extents: list[_Extent], end: float) -> list[int]:
+        book, put = self._session.book, Put(self._stream)
         outcomes: list[int] = list(book.begin_put(put, [(one.slot, one.place) for one in extents]))
         try:
             self._mark_stale(extents, outcomes)
@@ -238,18 +224,6 @@ class DataConnection:
         self._count(outcomes)
         self._tally.add("gateway_bytes", size, "out")
         self._say(DataKind.COPIED, frame.number, bytes(outcomes))
-
-    def _ask(self, frame: DataFrame, records: bytearray) -> None:
-        if frame.payload_bytes:
-            raise KVHearthError(Reason.BAD_MESSAGE, "a question has no payload")
-        known = bytearray()
-        for at in range(0, len(records), _NUMBER_BYTES):
-            number = int.from_bytes(records[at : at + _NUMBER_BYTES], "little")
-            answer = self._session.puts.answer(number, self._stream, _SETTLE_S)
-            known.append(Outcome.UNKNOWN if answer is None else Outcome.OK)
-            if answer is not None:
-                self._say(DataKind.STORED, number, answer)
-        self._say(DataKind.KNOWN, frame.number, bytes(known))
 
     # -- both --------------------------------------------------------------------------------------
 

@@ -5,13 +5,11 @@ Peers of other hosts come in by a certificate, a token or both (docs/protocol.md
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 import threading
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,6 @@ from kvhearth_server.ownership import exposed, foreign
 
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Cipher suites of TLS 1.2: forward secrecy and authenticated encryption only."""
-_REMEMBERED_MAX = 1024
-_FAILURES_BURST = 8
-_FAILURE_EVERY_S = 2.0
-_ADDRESSES_MAX = 4096
-_HASHERS_WAITING_MAX = 8
-_HASH_WAIT_S = 3.0
-_IPV6_SITE_BITS = 64
 _NAME_CHARS = 128
 _log = get_logger("kvhearth.doors")
 _refusals = LimitedLog(_log)
@@ -78,41 +69,6 @@ def _invalid(place: str, path: Path, message: str) -> KVHearthError:
     return KVHearthError(Reason.CONFIG_INVALID, f"{place}: {path}: {message}")
 
 
-class Failures:
-    """Wrong secrets by address: some at once, then one in a while. Not thread-safe.
-
-    The oldest address is forgotten beyond a number of them; of IPv6 a site counts as one.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._until: OrderedDict[str, float] = OrderedDict()
-
-    def wait_s(self, address: str) -> float:
-        """Return the seconds until another wrong secret of an address is looked at."""
-        until = self._until.get(_site(address), 0.0)
-        return max(0.0, until - self._clock() - _FAILURES_BURST * _FAILURE_EVERY_S)
-
-    def note(self, address: str) -> None:
-        """Count a wrong secret."""
-        site, now = _site(address), self._clock()
-        self._until[site] = max(now, self._until.pop(site, now)) + _FAILURE_EVERY_S
-        if len(self._until) > _ADDRESSES_MAX:
-            self._until.popitem(last=False)
-
-
-def _site(address: str) -> str:
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(found, ipaddress.IPv6Address):
-        mapped = found.ipv4_mapped
-        bits = int(found) >> (128 - _IPV6_SITE_BITS)
-        return str(mapped) if mapped else f"v6:{bits:x}"
-    return str(found)
-
-
 @dataclass
 class _State:
     """What a reload replaces as one."""
@@ -120,32 +76,31 @@ class _State:
     roster: Roster | None
     context: ssl.SSLContext | None
     web_context: ssl.SSLContext | None
-    remembered: OrderedDict[bytes, Identity] = field(default_factory=OrderedDict)
 
 
 class Doors:
-    """A ``Doorkeeper`` by the settings, and the TLS contexts of new connections. Thread-safe.
+    """Tells the identities of peers, and has the TLS contexts of new connections. Thread-safe.
 
-    Random tokens are found at once, whatever others try. A secret hashed by scrypt is hashed by one
-    thread at a time, is remembered once it was right, and is not looked at while its address has
-    sent too many wrong ones. With neither tokens nor ``client_ca`` everyone is one identity. With
+    With neither tokens nor ``client_ca`` everyone is one identity. With
     ``client_ca`` alone each of its certificates is an engine of the only tenant.
 
     Raises:
         KVHearthError: ``config_invalid``: a file of the settings cannot be used.
     """
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         tenants = [tenant.name for tenant in settings.tenants] or [DEFAULT_TENANT_NAME]
         self._only_tenant = tenants[0] if len(tenants) == 1 else ""
         self._lock = threading.Lock()
-        self._hashing = threading.Lock()
-        self._waiting = 0
-        self._failures = Failures(clock)
         self.refusals: Counter[str] = Counter()
         """Peers that were refused, by cause."""
         self._state = self._read()
+
+    @property
+    def know_peers(self) -> bool:
+        """Whether peers have identities, which decide their tenants."""
+        return self._settings.tokens_file is not None or self._settings.client_ca is not None
 
     @property
     def context(self) -> ssl.SSLContext | None:
@@ -175,72 +130,31 @@ class Doors:
     def identify(
         self, secret: str, certificate: dict[str, object] | None, address: str = ""
     ) -> Identity:
-        """See ``Doorkeeper.identify``. A secret decides before a certificate does."""
+        """Return the identity of a peer. A secret decides before a certificate does.
+
+        Args:
+            secret: the token of ``Identify``; "" for none.
+            certificate: the verified client certificate, as ``ssl.SSLSocket.getpeercert`` has it.
+            address: the peer's, without its port, for the log.
+
+        Raises:
+            KVHearthError: ``peer_not_allowed``; the message does not contain the secret.
+        """
         state = self._state
-        if state.roster is None and self._settings.client_ca is None:
+        if not self.know_peers:
             return Identity("anyone", self._tenant())
         if secret and state.roster is not None:
-            return self._by_secret(state, state.roster, secret, address)
+            if (found := state.roster.of_token(secret)) is not None:
+                return found
+            raise self._refusal("wrong_token", address, "no identity has this token")
         if certificate:
             return self._by_certificate(state, certificate, address)
         raise self._refusal("nothing_shown", address, "no token or certificate was shown")
 
-    def known(self, secret: str) -> Identity | None:
-        """Return the identity of a random token, or of one that was right before, at once."""
-        state = self._state
-        if state.roster is None:
-            return None
-        keyed = state.roster.keyed(secret.encode(errors="surrogatepass"))
-        with self._lock:
-            return state.roster.fast.get(keyed) or state.remembered.get(keyed)
-
-    def _by_secret(self, state: _State, roster: Roster, secret: str, address: str) -> Identity:
-        data = secret.encode(errors="surrogatepass")
-        keyed = roster.keyed(data)
-        with self._lock:
-            found = roster.fast.get(keyed) or state.remembered.get(keyed)
-            wait_s = self._failures.wait_s(address)
-        if found is not None:
-            return found
-        if wait_s:
-            raise self._refusal(
-                "too_many_failures",
-                address,
-                f"too many wrong tokens from this address; wait {wait_s:.0f} s",
-            )
-        found = self._slow(roster, data, address)
-        with self._lock:
-            if found is None:
-                self._failures.note(address)
-            else:
-                state.remembered[keyed] = found
-                while len(state.remembered) > _REMEMBERED_MAX:
-                    state.remembered.popitem(last=False)
-        if found is None:
-            raise self._refusal("wrong_token", address, "no identity has this token")
-        return found
-
-    def _slow(self, roster: Roster, secret: bytes, address: str) -> Identity | None:
-        """Try every row of scrypt, whichever matches."""
-        if not roster.slow:
-            return None
-        with self._lock:
-            crowded = self._waiting >= _HASHERS_WAITING_MAX
-            self._waiting += not crowded
-        if crowded or not self._hashing.acquire(timeout=_HASH_WAIT_S):
-            if not crowded:
-                self._leave()
-            raise self._refusal("crowded", address, "too many tokens are being checked; try again")
-        try:
-            matches = [row.identity for row in roster.slow if row.matches(secret)]
-        finally:
-            self._hashing.release()
-            self._leave()
-        return matches[0] if matches else None
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._waiting -= 1
+    def of_token(self, token: str) -> Identity | None:
+        """Return the identity of a token."""
+        roster = self._state.roster
+        return None if roster is None else roster.of_token(token)
 
     def _by_certificate(
         self, state: _State, certificate: Mapping[str, Any], address: str

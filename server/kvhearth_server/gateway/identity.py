@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
 
 
 class Role(enum.StrEnum):
-    """What an identity may do: an ``engine`` stores and loads, a ``reader`` only loads, an
-    ``admin`` may also use the operators' calls.
+    """What an identity may do: an ``engine`` stores and loads, an ``operator`` may also use the
+    daemon's HTTP.
     """
 
     ENGINE = "engine"
-    READER = "reader"
-    ADMIN = "admin"
+    OPERATOR = "operator"
 
 
 @dataclass(frozen=True)
@@ -47,22 +45,3 @@ class Identity:
     tenant: str
     role: Role = Role.ENGINE
     bounds: Bounds = Bounds()
-
-
-class Doorkeeper(Protocol):
-    """Tells identities. Thread-safe."""
-
-    def identify(
-        self, secret: str, certificate: dict[str, object] | None, address: str = ""
-    ) -> Identity:
-        """Return the identity of a peer. May take a second: call it beside a loop.
-
-        Args:
-            secret: the token of ``Identify``; "" for none.
-            certificate: the verified client certificate, as ``ssl.SSLSocket.getpeercert`` has it.
-            address: the peer's, without its port: wrong secrets are limited by it.
-
-        Raises:
-            KVHearthError: ``peer_not_allowed``; the message does not contain the secret.
-        """
-        ...

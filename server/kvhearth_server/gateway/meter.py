@@ -1,4 +1,4 @@
-"""Bounds and roles of identities, enforced in one gateway process."""
+"""Bounds of identities, enforced."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.wire.frames import METHODS, OPEN
-from kvhearth_server.gateway.identity import Bounds, Identity, Role
+from kvhearth_server.gateway.identity import Bounds, Identity
 
-_READERS = frozenset(
-    METHODS[name] for name in ("Heartbeat", "Lookup", "Release", "Prefetch", "Touch")
-)
-"""Kinds of frames of a reader: it finds blocks, leases and loads them, and changes none."""
 _IDLE_MAX = 1024
 """Meters that nobody uses are forgotten beyond this number."""
-
-
-def part_of(bounds: Bounds, processes: int) -> Bounds:
-    """Return the bounds of one of several equal gateway processes, rounded up."""
-    return Bounds(*(-(-value // processes) for value in astuple(bounds)))
 
 
 class Meter:
@@ -35,7 +25,7 @@ class Meter:
 
     def __init__(self, name: str, bounds: Bounds, clock: Callable[[], float]) -> None:
         self.refusals: Counter[str] = Counter()
-        """Refusals by bound, or ``role``."""
+        """Refusals by bound."""
         self._name = name
         self._bounds = bounds
         self._clock = clock
@@ -151,33 +141,15 @@ class Meter:
         self.refusals[bound] += 1
         return KVHearthError(reason, f"identity {self._name} {message}")
 
-    def refuse_role(self, role: Role, kind: int) -> None:
-        """Refuse a call that a role may not make.
-
-        Args:
-            role: the caller's.
-            kind: of the frame, as in ``wire.frames``.
-
-        Raises:
-            KVHearthError: ``peer_not_allowed``.
-        """
-        if role is Role.READER and kind != OPEN and kind not in _READERS:
-            with self._lock:
-                raise self._refusal(
-                    "role", Reason.PEER_NOT_ALLOWED, "is a reader: it stores and changes nothing"
-                )
-
 
 @dataclass
 class Meters:
-    """Meters of all identities of one gateway process. Thread-safe.
+    """Meters of all identities. Thread-safe.
 
     Args:
-        processes: number of gateway processes, which share each bound in equal parts.
         clock: monotonic seconds.
     """
 
-    processes: int = 1
     clock: Callable[[], float] = time.monotonic
     _meters: dict[str, Meter] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -185,7 +157,7 @@ class Meters:
 
     def of(self, identity: Identity) -> Meter:
         """Return an identity's meter, with its present bounds."""
-        bounds = part_of(identity.bounds, self.processes)
+        bounds = identity.bounds
         with self._lock:
             found = self._meters.get(identity.name)
             if found is None:

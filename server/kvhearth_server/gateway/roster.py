@@ -10,7 +10,6 @@ import base64
 import contextlib
 import fcntl
 import hashlib
-import hmac
 import os
 import re
 import secrets
@@ -31,12 +30,6 @@ TOKEN_BYTES = 32
 TOKEN_MARK = "kvh_"
 """First characters of tokens made here, by which scanners of source code can find leaked ones."""
 IDENTITIES_MAX = 16_384
-SCRYPT_ROWS_MAX = 16
-_SCRYPT_N_MAX = 1 << 17
-_SCRYPT_N_LEAST = 1 << 10
-_SCRYPT_BYTES_MAX = 128 << 20
-_SCRYPT_P_MAX = 16
-_SALT_BYTES_LEAST = 16
 _DIGEST_BYTES = 32
 _NODES_MAX = 16 * IDENTITIES_MAX
 _NAME = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,126}[\x21-\x7e])?")
@@ -47,49 +40,23 @@ _I64_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A token hashed by scrypt (RFC 7914), for secrets that people chose."""
-
-    n: int
-    r: int
-    p: int
-    salt: bytes
-    digest: bytes
-    identity: Identity
-
-    def matches(self, secret: bytes) -> bool:
-        """Hash ``secret``, which takes tens of milliseconds, and compare."""
-        room = 2 * 128 * self.n * self.r + (1 << 20)
-        found = hashlib.scrypt(
-            secret, salt=self.salt, n=self.n, r=self.r, p=self.p, maxmem=room, dklen=_DIGEST_BYTES
-        )
-        return hmac.compare_digest(found, self.digest)
-
-
-@dataclass(frozen=True)
 class Roster:
     """The identities of one file.
 
-    Tokens are found by a digest under a key of this process: nobody outside can learn from the time
-    of a search how much of a hash was right.
-
     Attributes:
-        fast: identities by keyed digest of their random token's SHA-256.
-        slow: rows of scrypt, of which all are tried.
+        tokens: identities by the SHA-256 digest of their random token.
         names, uris: identities by a certificate's common name, and by its URI.
         rows: name, kind and identity of each row, in the file's order.
     """
 
-    fast: Mapping[bytes, Identity] = field(default_factory=dict)
-    slow: Sequence[Slow] = ()
+    tokens: Mapping[bytes, Identity] = field(default_factory=dict)
     names: Mapping[str, Identity] = field(default_factory=dict)
     uris: Mapping[str, Identity] = field(default_factory=dict)
     rows: Sequence[tuple[str, Identity]] = ()
-    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
-    def keyed(self, secret: bytes) -> bytes:
-        """Return a digest of a secret that means nothing outside this process."""
-        return _keyed(self.key, hashlib.sha256(secret).digest())
+    def of_token(self, token: str) -> Identity | None:
+        """Return the identity of a token. The time of the search tells nothing about others."""
+        return self.tokens.get(digest_of(token))
 
     def certified(self, certificate: Mapping[str, object]) -> Identity | None:
         """Return the identity of a verified certificate: by a URI, else by its only common name."""
@@ -109,8 +76,9 @@ def certificate_names(certificate: Mapping[str, Any], kind: str) -> list[str]:
     return [str(value) for name, value in pairs if name == kind]
 
 
-def _keyed(key: bytes, digest: bytes) -> bytes:
-    return hmac.digest(key, digest, "sha256")
+def digest_of(token: str) -> bytes:
+    """Return the digest by which a token is found."""
+    return hashlib.sha256(token.encode(errors="surrogatepass")).digest()
 
 
 def read_roster(path: Path) -> Roster:
@@ -147,23 +115,19 @@ def parse_roster(data: bytes) -> Roster:
         yaml.YAMLError: it is not YAML.
     """
     loaded = _tables(data)
-    found = Roster()
-    fast, slow = dict[bytes, Identity](), list[Slow]()
+    tokens = dict[bytes, Identity]()
     names, uris = dict[str, Identity](), dict[str, Identity]()
     rows, known = list[tuple[str, Identity]](), dict[str, Identity]()
     for number, row in enumerate(loaded["tokens"], 1):
         with _naming(f"token {number}"):
             identity = _identity(row, _TOKEN_FIELDS, "", known)
             kind, _, rest = str(row.get("hash", "")).partition(":")
-            if kind == "sha256":
-                digest = _keyed(found.key, _hex(rest, _DIGEST_BYTES))
-                if digest in fast:
-                    raise ValueError("its hash is there twice; a token has one identity")
-                fast[digest] = identity
-            elif kind == "scrypt":
-                slow.append(_slow(rest, identity))
-            else:
-                raise ValueError("hash: write sha256:HEX or scrypt:N:R:P:SALT:HEX")
+            if kind != "sha256":
+                raise ValueError("hash: write sha256:HEX, as kvhearth token new does")
+            digest = _hex(rest)
+            if digest in tokens:
+                raise ValueError("its hash is there twice; a token has one identity")
+            tokens[digest] = identity
             rows.append((kind, identity))
     for number, row in enumerate(loaded["certificates"], 1):
         with _naming(f"certificate {number}"):
@@ -174,9 +138,7 @@ def parse_roster(data: bytes) -> Roster:
                 raise ValueError("write its cn or its uri, which no other row has")
             table[name] = identity
             rows.append((kind, identity))
-    if len(slow) > SCRYPT_ROWS_MAX:
-        raise ValueError(f"more than {SCRYPT_ROWS_MAX} rows of scrypt; use random tokens")
-    return Roster(fast, slow, names, uris, rows, found.key)
+    return Roster(tokens, names, uris, rows)
 
 
 def _tables(data: bytes) -> dict[str, list[Mapping[str, Any]]]:
@@ -249,34 +211,13 @@ def parse_bounds(row: object) -> Bounds:
     return Bounds(**values)
 
 
-def _hex(text: str, length: int) -> bytes:
-    """Return the bytes of hex digits."""
+def _hex(text: str) -> bytes:
+    """Return the digest of hex digits."""
     with contextlib.suppress(ValueError):
         found = bytes.fromhex(text)
-        if len(found) == length:
+        if len(found) == _DIGEST_BYTES:
             return found
-    raise ValueError(f"hash: has {2 * length} hex digits")
-
-
-def _slow(text: str, identity: Identity) -> Slow:
-    parts = text.split(":")
-    if len(parts) != 5 or not all(part.isdecimal() and len(part) < 9 for part in parts[:3]):
-        raise ValueError("hash: write scrypt:N:R:P:SALT:HEX")
-    n, r, p = map(int, parts[:3])
-    if not _SCRYPT_N_LEAST <= n <= _SCRYPT_N_MAX or n & (n - 1):
-        raise ValueError(f"hash: N is a power of 2 in {_SCRYPT_N_LEAST}..{_SCRYPT_N_MAX}")
-    if not r or 128 * n * r > _SCRYPT_BYTES_MAX or not 1 <= p <= _SCRYPT_P_MAX:
-        raise ValueError("hash: R and P cost too much; write scrypt:16384:8:1:SALT:HEX")
-    salt = _salt(parts[3])
-    return Slow(n, r, p, salt, _hex(parts[4], _DIGEST_BYTES), identity)
-
-
-def _salt(text: str) -> bytes:
-    with contextlib.suppress(ValueError):
-        found = bytes.fromhex(text)
-        if len(found) >= _SALT_BYTES_LEAST:
-            return found
-    raise ValueError(f"hash: a salt has at least {2 * _SALT_BYTES_LEAST} hex digits")
+    raise ValueError(f"hash: has {2 * _DIGEST_BYTES} hex digits")
 
 
 def new_token() -> str:
@@ -286,7 +227,7 @@ def new_token() -> str:
 
 def hash_of(token: str) -> str:
     """Return the hash of a random token, as a row has it."""
-    return "sha256:" + hashlib.sha256(token.encode()).hexdigest()
+    return "sha256:" + digest_of(token).hex()
 
 
 def add_token(path: Path, identity: Identity, token: str) -> None:

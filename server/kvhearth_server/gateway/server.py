@@ -1,4 +1,4 @@
-"""The gateway's listeners and connections, a thread for each connection."""
+"""The gateway's listener and connections, a thread for each connection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,8 +36,8 @@ from kvhearth.wire.remote import (
 from kvhearth.worker_thread import SupervisedThread
 from kvhearth_server.gateway.calls import Budget, CallsConnection
 from kvhearth_server.gateway.data import DataConnection
-from kvhearth_server.gateway.identity import Doorkeeper, Identity
-from kvhearth_server.gateway.listeners import Place
+from kvhearth_server.gateway.doors import Doors
+from kvhearth_server.gateway.identity import Identity
 from kvhearth_server.gateway.meter import Meter, Meters
 from kvhearth_server.gateway.sessions import RemoteSession, Sessions
 from kvhearth_server.gateway.streams import Ended, Stream
@@ -97,34 +96,20 @@ class _Guest:
 
 
 class Gateway:
-    """Serves one process's listeners.
+    """Serves engines on other hosts.
 
     Args:
         url: the daemon.
-        doorkeeper: tells who a peer is.
-        place: this process among several.
-        speaks: whether peers have identities, whose tenants it names to the daemon.
-        tls: returns the context of new connections, None for plain TCP.
+        doors: tell who a peer is, and whether connections are secured.
     """
 
-    def __init__(
-        self,
-        url: UnixUrl,
-        doorkeeper: Doorkeeper,
-        place: Place,
-        *,
-        speaks: bool = False,
-        limits: Limits | None = None,
-        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
-    ) -> None:
+    def __init__(self, url: UnixUrl, doors: Doors, limits: Limits) -> None:
         self.tally = Tally()
-        self.meters = Meters(len(place.ports))
-        self.sessions = Sessions(url, self.meters, speaks=speaks)
+        self.meters = Meters()
+        self.sessions = Sessions(url, self.meters, speaks=doors.know_peers)
         self._url = url
-        self._doorkeeper = doorkeeper
-        self._place = place
-        self._limits = limits or Limits()
-        self._tls = tls
+        self._doors = doors
+        self._limits = limits
         self._budget = Budget(_BUDGET_BYTES)
         self._lock = threading.Lock()
         self._unopened: dict[_Guest, None] = {}
@@ -134,11 +119,9 @@ class Gateway:
         self._janitor = SupervisedThread("gateway-janitor", self._tidy)
         self._threads = [self._janitor]
 
-    def start(self, listeners: list[socket.socket]) -> None:
-        """Accept connections from listening sockets."""
-        self._threads += [
-            SupervisedThread("gateway-accept", partial(self._accept, each)) for each in listeners
-        ]
+    def start(self, listener: socket.socket) -> None:
+        """Accept connections from a listening socket."""
+        self._threads.append(SupervisedThread("gateway-accept", partial(self._accept, listener)))
         for thread in self._threads:
             thread.start()
 
@@ -227,7 +210,7 @@ class Gateway:
     def _serve(self, guest: _Guest) -> None:
         end = guest.since + self._limits.handshake_s
         guest.socket.settimeout(self._limits.handshake_s)
-        context = self._tls()
+        context = self._doors.context
         if context is not None:
             _shake_hands(guest, context)
         stream = Stream(guest.socket, self._limits.keepalive_s)
@@ -259,13 +242,11 @@ class Gateway:
             certificate: Any = None
             if isinstance(guest.socket, ssl.SSLSocket):
                 certificate = guest.socket.getpeercert()
-            identity = self._doorkeeper.identify(asked.secret, certificate, guest.address)
+            identity = self._doors.identify(asked.secret, certificate, guest.address)
             found = self.meters.of(identity)
             found.open_connection()
             meter = found
             session = self._open_session(stream, guest, asked, identity, end)
-            if session is None:
-                return
             self._opened(guest)
             over = self._hold(session, stream)
         except KVHearthError as error:
@@ -279,8 +260,8 @@ class Gateway:
 
     def _open_session(
         self, stream: Stream, guest: _Guest, asked: Identify, identity: Identity, end: float
-    ) -> RemoteSession | None:
-        """Return the session of a new life line; None if it belongs to another process."""
+    ) -> RemoteSession:
+        """Return the session of a new life line."""
         if asked.resume:
             session = self.sessions.find(asked.resume)
             if not session.belongs_to(identity):
@@ -289,18 +270,13 @@ class Gateway:
             stream.send([encode_frame({"kind": "resumed"})], end)
             return session
         hello = Hello.from_message(_message(stream, None, end))
-        port: int = guest.socket.getsockname()[1]
-        terms = self._terms(identity, hello, port)
-        if terms.port != port:
-            stream.send([encode_frame(terms.to_message())], end)
-            return None
         # One at a time: many would take the interpreter from those whose calls are relayed.
         with self._attaching:
             session = self.sessions.open(identity, hello)
         with contextlib.ExitStack() as undo:
             undo.callback(self.sessions.end, session, "no welcome")
             session.take_line(stream)
-            answer = encode_frame(terms.to_message())
+            answer = encode_frame(self._terms().to_message())
             answer += encode_frame(session.remote_welcome.to_message())
             stream.send([answer], time.monotonic() + self._limits.handshake_s)
             undo.pop_all()
@@ -315,12 +291,9 @@ class Gateway:
         )
         return session
 
-    def _terms(self, identity: Identity, hello: Hello, port: int) -> GatewayTerms:
-        limits, place = self._limits, self._place
-        several = len(place.ports) > 1
-        own = place.port_of(identity.tenant, hello.engine_id) if several else port
+    def _terms(self) -> GatewayTerms:
+        limits = self._limits
         return GatewayTerms(
-            own,
             limits.window_bytes,
             limits.data_connections,
             limits.calls_connections,

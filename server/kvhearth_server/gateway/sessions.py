@@ -9,21 +9,16 @@ import os
 import secrets
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.native import library
-from kvhearth.native.table import Table
-from kvhearth.session.arena import ArenaMapping, map_tables
+from kvhearth.session.arena import ArenaMapping
 from kvhearth.session.link import Session, attach
 from kvhearth.url import UnixUrl
 from kvhearth.wire.handshake import Hello, Welcome
-from kvhearth.wire.remote import REQUEST_RECORDS_MAX, Purpose
-from kvhearth_server.gateway.book import Book, Put
+from kvhearth.wire.remote import Purpose
+from kvhearth_server.gateway.book import Book
 from kvhearth_server.gateway.identity import Identity
 from kvhearth_server.gateway.meter import Meter, Meters
 from kvhearth_server.gateway.streams import Stream
@@ -31,11 +26,6 @@ from kvhearth_server.observability.logs import get_logger
 
 END_S = 10.0
 """Time for a session's transfers to end once their connections are shut."""
-_PUTS_KEPT_MAX = 512
-"""Most answers to puts that a session keeps, to give them again."""
-
-_ASKED_MAX = 4 * REQUEST_RECORDS_MAX
-
 _POPULATED_PAGES_MAX = 1 << 18
 """Pages beyond which page tables are not filled ahead: each session has its own, 8 bytes a page."""
 
@@ -43,76 +33,6 @@ GroupKey = tuple[str, str, int]
 """Tenant, engine id and incarnation."""
 
 _log = get_logger("kvhearth.gateway")
-
-
-class PutLog:
-    """Answers to the latest puts of a session by their numbers, so that none is stored twice."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._under_way: dict[int, Put] = {}
-        self._ended: OrderedDict[int, bytes] = OrderedDict()
-        self._asked: OrderedDict[int, Stream] = OrderedDict()
-
-    def begin(self, number: int, put: Put, wait_s: float) -> bytes | None:
-        """Begin a put, or return the answer to an earlier one of this number. One that is still
-        under way on another connection is ended first.
-
-        Raises:
-            KVHearthError: ``deadline`` if that one does not end; ``stale_extent`` if another
-                connection asked about the put since: it is too late for this one.
-        """
-        with self._changed:
-            if self._asked.get(number, put.stream) is not put.stream:
-                raise KVHearthError(
-                    Reason.STALE_EXTENT, f"put {number} was given up on this connection"
-                )
-            self._settle(number, wait_s)
-            if (answer := self._ended.get(number)) is None:
-                self._under_way[number] = put
-            return answer
-
-    def end(self, number: int, answer: bytes | None) -> None:
-        """End a put; ``answer`` has an outcome for each extent, None for a put that broke."""
-        with self._changed:
-            self._under_way.pop(number, None)
-            if answer is not None:
-                self._ended[number] = answer
-                while len(self._ended) > _PUTS_KEPT_MAX:
-                    self._ended.popitem(last=False)
-            self._changed.notify_all()
-
-    def answer(self, number: int, stream: Stream, wait_s: float) -> bytes | None:
-        """Return the answer to a put, None if it did not end: it is then no more done, except on
-        the connection that asks.
-
-        Raises:
-            KVHearthError: ``deadline`` if it is under way and does not end.
-        """
-        with self._changed:
-            self._settle(number, wait_s)
-            found = self._ended.get(number)
-            if found is None:
-                self._asked[number] = stream
-                self._asked.move_to_end(number)
-                while len(self._asked) > _ASKED_MAX:
-                    self._asked.popitem(last=False)
-            return found
-
-    def _settle(self, number: int, wait_s: float) -> None:
-        put = self._under_way.get(number)
-        if put is None:
-            return
-        put.stream.end()
-        if not self._changed.wait_for(lambda: self._under_way.get(number) is not put, wait_s):
-            raise KVHearthError(Reason.DEADLINE, f"put {number} is still under way; ask again")
-
-
-class Index(NamedTuple):
-    """The index that a daemon shares with one session; see ``shared_index.Attached``."""
-
-    session: Session
-    tables: Sequence[Table]
 
 
 class RemoteSession:
@@ -123,7 +43,6 @@ class RemoteSession:
         token: names the session to the gateway; the daemon's own never leaves the gateway.
         book: the grants of its group.
         mapping: the arena; None for a process that did not ask for it.
-        index: the daemon's index, by which the gateway answers if it is shared.
         line: the life line; None while it is broken, and before the first.
         expires: monotonic time at which a broken life line ends the session; infinite before the
             first.
@@ -136,7 +55,6 @@ class RemoteSession:
         hello: Hello,
         session: Session,
         mapping: ArenaMapping | None,
-        tables: Sequence[Table] = (),
     ) -> None:
         self.token = secrets.token_urlsafe(32)
         self.identity = identity
@@ -144,10 +62,8 @@ class RemoteSession:
         self.hello = hello
         self.daemon = session
         self.mapping = mapping
-        self.index = Index(session, tables)
         self.contract = Contract.from_json(hello.contract)
         self.book = Book()
-        self.puts = PutLog()
         self.line: Stream | None = None
         self.expires = math.inf
         self.ended = False
@@ -166,7 +82,7 @@ class RemoteSession:
     @property
     def remote_welcome(self) -> Welcome:
         """The welcome for the remote process."""
-        return replace(self.welcome, token=self.token, tables=[])
+        return replace(self.welcome, token=self.token)
 
     @property
     def group(self) -> GroupKey:
@@ -233,7 +149,7 @@ class RemoteSession:
 
 
 class Sessions:
-    """All sessions of a gateway process.
+    """All sessions of a gateway.
 
     Args:
         url: the daemon.
@@ -279,13 +195,12 @@ class Sessions:
             mapping = None
             descriptors = session.take_descriptors()
             try:
-                tables = map_tables(session.welcome, descriptors)
                 if hello.map_arena:
                     infos = session.welcome.segments
                     pages = sum(info.bytes // info.page_bytes for info in infos)
                     mapping = ArenaMapping(
                         session.welcome,
-                        descriptors[: len(infos) + 1],
+                        descriptors,
                         session.alive,
                         populate=pages <= _POPULATED_PAGES_MAX,
                     )
@@ -293,7 +208,7 @@ class Sessions:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            opened = RemoteSession(identity, meter, hello, session, mapping, tables)
+            opened = RemoteSession(identity, meter, hello, session, mapping)
             undo.pop_all()
         return opened
 
@@ -377,7 +292,7 @@ def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
         previous_session=0,
         previous_drained=False,
         numa_node=-1,
-        shared_index=hello.scheduler and library() is not None,
+        shared_index=False,
         tenant=identity.tenant if speaks else "",
         identity=identity.name if speaks else "",
     )

@@ -126,8 +126,8 @@ def _bare(host: str) -> str:
 _BEARER = HTTPBearer(
     auto_error=False,
     description="The content of admin.token, or the token of an identity of tokens_file whose role "
-    "is admin; for lists also the content of the setting read_token_file, and where the address is "
-    "guarded for sums also the token of a reader.",
+    "is operator; for lists, and for sums where the address is guarded, also the content of the "
+    "setting read_token_file.",
 )
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 Digest = Annotated[
@@ -159,7 +159,7 @@ class Tokens:
 
     async def admin(self, given: Credentials, request: Request, caller: CallContext) -> None:
         """Admit the admin token."""
-        await self._admit(
+        self._admit(
             given,
             request,
             caller,
@@ -169,23 +169,21 @@ class Tokens:
 
     async def reader(self, given: Credentials, request: Request, caller: CallContext) -> None:
         """Admit the read token, if there is one, or the admin token."""
-        await self._admit(
+        self._admit(
             given,
             request,
             caller,
-            Right.LISTS,
-            "send the content of the daemon's read_token_file as a bearer token, or that of "
-            "admin.token of the socket directory",
+            Right.READ,
+            "send the content of the daemon's read_token_file as a bearer token, that of "
+            "admin.token of the socket directory, or an operator's token",
         )
 
     async def sums(self, request: Request, caller: CallContext) -> None:
-        """Admit everyone, or readers where the address is guarded."""
+        """Admit everyone; where the address is guarded, as ``reader``."""
         if self._operators.guarded and LOCAL not in request.scope:
-            given = await _BEARER(request)
-            message = "send the token of an identity whose role is reader or admin as bearer token"
-            await self._admit(given, request, caller, Right.SUMS, message)
+            await self.reader(await _BEARER(request), request, caller)
 
-    async def _admit(
+    def _admit(
         self,
         given: HTTPAuthorizationCredentials | None,
         request: Request,
@@ -195,9 +193,7 @@ class Tokens:
     ) -> None:
         if LOCAL in request.scope:
             return
-        token = given.credentials if given is not None else ""
-        address = request.client.host if request.client else ""
-        right, name = await self._operators.rights(token, address)
+        right, name = self._operators.rights(given.credentials if given is not None else "")
         if right < least:
             refused(caller)
             raise KVHearthError(Reason.NOT_ADMIN, message)

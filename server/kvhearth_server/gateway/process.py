@@ -1,6 +1,6 @@
-"""Gateway processes: started, watched and started again by the process that listens for them.
+"""The gateway's process: started, watched and started again by the process that listens for it.
 
-A child's first line of stdin has its settings, and the end of stdin ends it; so it never outlives
+The child's first line of stdin has its settings, and the end of stdin ends it; so it never outlives
 its parent. It writes a line to stdout once it serves. Network data is parsed in children only.
 """
 
@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kvhearth_server.config.load import Settings
-from kvhearth_server.gateway.listeners import Place, listen_all
+from kvhearth_server.gateway.listeners import listen
 from kvhearth_server.observability.logs import get_logger
 
 SETTINGS = (
@@ -34,12 +33,12 @@ _END_S = 10.0
 _log = get_logger("kvhearth.gateway")
 
 
-class GatewayProcesses:
-    """The gateway processes of one address.
+class GatewayProcess:
+    """The gateway of one address.
 
     Args:
         settings: with ``listen``.
-        restarted: called after each end of a process that was not asked for.
+        restarted: called after each end of the process that was not asked for.
 
     Raises:
         KVHearthError: ``socket_unusable``.
@@ -50,80 +49,65 @@ class GatewayProcesses:
         assert address is not None
         self._settings = settings
         self._restarted = restarted
-        self._places = listen_all(*address, settings.gateway_processes)
-        self._running: dict[int, asyncio.subprocess.Process] = {}
-        self._serving: set[int] = set()
+        self._listener = listen(*address)
+        self._running: asyncio.subprocess.Process | None = None
+        self._serving = False
 
     @property
     def port(self) -> int:
-        """The port that all processes share."""
-        _, listeners = self._places[0]
-        port: int = listeners[0].getsockname()[1]
+        """Its port."""
+        port: int = self._listener.getsockname()[1]
         return port
 
     def describe(self) -> str:
         """Return the state in a sentence."""
         host = self._settings.listen.rpartition(":")[0]
-        serving = f"{len(self._serving)} of {len(self._places)}"
-        return f"gateway: {serving} processes serve {host}:{self.port}"
+        verb = "serves" if self._serving else "does not serve"
+        return f"gateway: its process {verb} {host}:{self.port}"
 
     def hangup(self) -> None:
-        """Have all processes read their certificates and tokens again."""
-        for process in self._running.values():
+        """Have the process read its certificates and tokens again."""
+        if self._running is not None:
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGHUP)
+                self._running.send_signal(signal.SIGHUP)
 
     async def run(self) -> None:
-        """Run the processes until this is cancelled; then end them."""
-        async with asyncio.TaskGroup() as tasks:
-            for place, listeners in self._places:
-                tasks.create_task(self._keep(place, listeners))
-
-    async def _keep(self, place: Place, listeners: list[socket.socket]) -> None:
+        """Run the process until this is cancelled; then end it."""
         pause_s = _PAUSE_FIRST_S
         while True:
             began = time.monotonic()
             try:
-                code = await self._live(place, listeners)
-            except OSError as error:
-                # Out of descriptors or processes: the others must go on.
-                _log.error(
-                    "gateway.cannot_start", index=place.index, error=str(error), again_in_s=pause_s
-                )
+                code = await self._live()
+            except OSError as error:  # out of descriptors or processes
+                _log.error("gateway.cannot_start", error=str(error), again_in_s=pause_s)
             else:
                 self._restarted()
                 if time.monotonic() - began > _STEADY_S:
                     pause_s = _PAUSE_FIRST_S
-                _log.error("gateway.ended", index=place.index, code=code, again_in_s=pause_s)
+                _log.error("gateway.ended", code=code, again_in_s=pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
-    async def _live(self, place: Place, listeners: list[socket.socket]) -> int:
-        """Run one process; return its exit status."""
-        numbers = [each.fileno() for each in listeners]
+    async def _live(self) -> int:
+        """Run the process once; return its exit status."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvhearth_server.gateway"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            pass_fds=numbers,
+            pass_fds=[self._listener.fileno()],
         )
-        self._running[place.index] = process
+        self._running = process
         try:
-            await self._begin(process, place, numbers)
+            await self._begin(process)
             return await process.wait()
         finally:
-            self._serving.discard(place.index)
-            del self._running[place.index]
+            self._serving, self._running = False, None
             await _end(process)
 
-    async def _begin(
-        self, process: asyncio.subprocess.Process, place: Place, numbers: list[int]
-    ) -> None:
+    async def _begin(self, process: asyncio.subprocess.Process) -> None:
         message: dict[str, Any] = {
             "settings": self._settings.model_dump(mode="json", include=set(_PASSED)),
-            "index": place.index,
-            "ports": place.ports,
-            "listeners": numbers,
+            "listener": self._listener.fileno(),
         }
         assert process.stdin is not None
         assert process.stdout is not None
@@ -131,8 +115,8 @@ class GatewayProcesses:
             process.stdin.write(json.dumps(message).encode() + b"\n")
             await process.stdin.drain()
             if await process.stdout.readline():
-                self._serving.add(place.index)
-                _log.info("gateway.serving", index=place.index, port=self.port, pid=process.pid)
+                self._serving = True
+                _log.info("gateway.serving", port=self.port, pid=process.pid)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
