@@ -161,8 +161,8 @@ LOCK := $(COMPILE) --universal --generate-hashes
 PROTO_SPECS := grpcio-tools==1.66.2 mypy-protobuf==3.6.0 setuptools<81
 
 update: $(SUPPLY)/.ready ## write all locks: the newest versions that pyproject.toml allows, with hashes; a commit of its own
-	$(LOCK) --upgrade --extra server --extra encryption pyproject.toml -o deploy/docker/requirements.lock
-	$(LOCK) --extra server --extra encryption --extra s3 --extra valkey --constraint deploy/docker/requirements.lock pyproject.toml -o deploy/docker/remote.lock
+	$(LOCK) --upgrade --extra server pyproject.toml -o deploy/docker/requirements.lock
+	$(LOCK) --extra server --extra s3 --extra valkey --constraint deploy/docker/requirements.lock pyproject.toml -o deploy/docker/remote.lock
 	echo 'hatchling>=1.27' | $(LOCK) --upgrade - -o deploy/docker/build.lock
 	printf '%s\n' $(foreach spec,$(PROTO_SPECS),'$(spec)') | $(LOCK) --upgrade - -o proto/requirements.lock
 	echo '$(TORCH_SPEC)' | $(LOCK) --upgrade --fork-strategy fewest --constraint - --extra server --extra demo --extra dev pyproject.toml -o $(SUPPLY)/tests.lock
@@ -173,7 +173,7 @@ FLOORS := $(VENV)-floors
 $(FLOORS)/.ready: pyproject.toml $(SUPPLY)/.ready
 	rm -rf $(FLOORS)
 	$(SUPPLY)/bin/uv venv -q --python $(PYTHON) $(FLOORS)
-	$(COMPILE) --resolution lowest-direct --extra server --extra encryption pyproject.toml -o $(FLOORS)/floors.txt
+	$(COMPILE) --resolution lowest-direct --extra server pyproject.toml -o $(FLOORS)/floors.txt
 	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python -r $(FLOORS)/floors.txt hypothesis psutil pytest pytest-timeout
 	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python --no-deps -e . -e ./lab
 	touch $@

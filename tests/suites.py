@@ -6,6 +6,7 @@ by default 2.
 - The files of a suite are divided by ``tests/weights.json`` (seconds a file), not by who is free:
   the same files share a process, in the same order, in every run on every machine. A file that the
   table lacks weighs a second; ``--measure`` writes the suite's part of the table anew.
+- Files that change the machine run after the shards, in a process of their own.
 - Each test that failed runs once more, alone in a fresh process. If it passes then, it is printed
   as ``FLAKY name``, and more than three of those fail the run; else as ``FAILED name``.
 """
@@ -71,6 +72,8 @@ NOT_IN_EVERY_RUN = (
     "unit/test_torture.py",
     "unit/test_troubleshooting.py",
 )
+ALONE = ("integration/test_preflight.py",)
+"""Files that change the machine, such as its pool of huge pages: nothing else runs beside them."""
 PURE = ("contract", "golden", "property", "unit")
 
 
@@ -187,11 +190,16 @@ def run_suite(suite: str, words: list[str], *, measure: bool) -> int:
     begin = time.monotonic()
     table = json.loads(WEIGHTS.read_text()) if WEIGHTS.exists() else {}
     jobs = max(1, int(os.environ.get("TEST_JOBS") or 2))
-    parts = shards_of(files_of(suite), table.get(suite, {}), jobs)
+    files = files_of(suite)
+    together = [name for name in files if name not in ALONE]
+    parts = shards_of(together, table.get(suite, {}), jobs)
+    alone = [f"tests/{name}" for name in files if name in ALONE]
     with tempfile.TemporaryDirectory(prefix="kvh-tests-") as folder:
         paths = [[f"tests/{name}" for name in part] for part in parts]
         shards = [Shard(number, folder, [*words, *part]) for number, part in enumerate(paths, 1)]
         found = [shard.end() for shard in shards]
+        if alone:
+            found.append(Shard(jobs + 1, folder, [*words, *alone]).end())
     if measure:
         seconds = sum((one.seconds for one in found), Counter())
         table[suite] = {name: round(seconds[name], 1) for name in sorted(seconds)}

@@ -55,11 +55,6 @@ locked "$target" "$lock"
 # of the native module: with a part of them it would count as compiled from others.
 find "$target/lib" -depth -type d \( -name tests -o -name include -o -path '*/numpy/f2py' -o -path '*/kvhearth/native/src' \) -exec rm -rf {} +
 rm -f "$target"/bin/f2py "$target"/bin/numpy-config
-# cffi compiles modules by these; cryptography's are compiled, and load _cffi_backend only. Valkey's
-# client declares its functions as it is loaded.
-if [ -z "$remote" ]; then
-  rm -rf "$target"/lib/python3*/site-packages/cffi "$target"/lib/python3*/site-packages/pycparser
-fi
 # Help and tables show no source code: rich looks for the lexers of text and Python only.
 find "$target"/lib/python3*/site-packages/pygments/lexers -name '*.py' ! -name __init__.py ! -name _mapping.py \
   ! -name special.py ! -name python.py -delete

@@ -26,7 +26,6 @@ from kvhearth_server.tier_startup import (
     check_ssd_dirs,
     check_ssd_interface,
     fleet_key,
-    keyring,
 )
 from kvhearth_server.tiers.ssd.disk.probe import probe
 
@@ -61,7 +60,6 @@ def problems(
     """
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
         ("arena_dir", lambda: _arena(settings, kernel or KernelMemory())),
-        ("keys_file", lambda: keyring(settings)),
         ("remote_fleet_key_file", lambda: fleet_key(settings)),
         ("ssd_dirs", lambda: check_ssd_dirs(settings)),
         ("ssd_interface", lambda: check_ssd_interface(settings, tried)),

@@ -6,19 +6,15 @@ import asyncio
 import contextlib
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
 from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
-from kvhearth_server.keys_file import Key, read_keys, shown_id
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import Segment, create_segment
@@ -40,13 +36,8 @@ from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
-    SEALED_VERSION,
     Doubt,
-    footer_count,
-    footer_pages,
-    footer_said,
     parse_directory_page,
-    parse_footer,
 )
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, other_version
@@ -54,7 +45,7 @@ from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll, SeenTwice
 
 if TYPE_CHECKING:
-    from kvhearth_server.tiers.ssd.sealing import Keyring
+    pass
 
 Probe = Callable[[str, int], ProbeResult]
 """Function that tries an interface for disk I/O at a queue depth."""
@@ -259,74 +250,7 @@ def tier_settings(settings: Settings) -> SsdSettings:
         prewrite=settings.ssd_prewrite,
         bytes_per_day=settings.ssd_bytes_per_day,
         quotas=settings.ssd_quotas(),
-        keyring=keyring(settings),
     )
-
-
-def ssd_keys(settings: Settings) -> Mapping[str, Sequence[Key]]:
-    """Return the keys that the settings name, by tenant; none without a file.
-
-    Raises:
-        KVHearthError: ``config_invalid``.
-    """
-    if settings.keys_file is None:
-        return {}
-    return read_keys(settings.keys_file, [t.name for t in settings.effective_tenants(os.getuid())])
-
-
-def keyring(settings: Settings) -> Keyring | None:
-    """Return the keys of the settings; None if blocks are not encrypted.
-
-    Raises:
-        KVHearthError: ``config_invalid``: the file is wrong, or the package is absent.
-    """
-    keys = ssd_keys(settings)
-    if not keys:
-        return None
-    try:
-        from kvhearth_server.tiers.ssd.sealing import Keyring
-    except ImportError:
-        raise KVHearthError(
-            Reason.CONFIG_INVALID,
-            "keys_file: needs the package cryptography: pip install 'kvhearth[encryption]'",
-        ) from None
-    return Keyring({tenant: [key.secret for key in each] for tenant, each in keys.items()})
-
-
-def missing_keys(settings: Settings) -> Counter[int]:
-    """Return how many records of full segment files are under each key that the settings lack.
-
-    Files that cannot be read count as empty, and so does one that is not full yet.
-
-    Raises:
-        KVHearthError: as ``ssd_keys``.
-    """
-    known = {key.number for keys in ssd_keys(settings).values() for key in keys}
-    found: Counter[int] = Counter()
-    for each in settings.ssd_dirs:
-        with contextlib.suppress(OSError):  # a directory that cannot be read has its own finding
-            for path in each.path.glob("*.segment"):
-                with contextlib.suppress(OSError), path.open("rb") as file:
-                    found += _keys_of(file)
-    return Counter({number: count for number, count in found.items() if number not in known})
-
-
-def _keys_of(file: BinaryIO) -> Counter[int]:
-    """Return the records of a segment's footer by their keys."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - PAGE_BYTES))
-    page = file.read(PAGE_BYTES)
-    head = footer_said(page) if len(page) == PAGE_BYTES else None
-    answer = footer_count(page, head) if head is not None else None
-    if not isinstance(answer, tuple):
-        return Counter()
-    size = footer_pages(answer[0]) * PAGE_BYTES
-    file.seek(max(0, end - size))
-    tail = np.frombuffer(file.read(size), np.uint8)
-    lines = parse_footer(tail, answer[0]) if len(tail) == size else None
-    if lines is None:
-        return Counter()
-    return Counter(lines["key_id"][lines["version"] == SEALED_VERSION].tolist())
 
 
 def admission(settings: Settings) -> Admission:
@@ -349,13 +273,6 @@ async def follow_recovery(tier: SsdTier) -> None:
     now = tier.figures()
     dropped = {n: c for n, c in now.counts.items() if n.startswith("dropped_")}
     _log.info("ssd.read_back", seconds=took, **_progress(now), **dropped)
-    for number, records in sorted(tier.parts.restorer.keyless.items()):
-        _log.error(
-            "ssd.key_missing",
-            key=shown_id(number),
-            records=records,
-            message="its blocks cannot be read: give the key back in keys_file, or let them go",
-        )
     missing = now.files_found - now.files_recovered - now.locked_files
     if missing > 0:
         _log.error("ssd.files_not_read", files=missing, message="their blocks are lost")

@@ -40,7 +40,6 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.chain import TierChain
 from kvhearth_server.tiers.remote.tier import RemoteTier
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
-from kvhearth_server.tiers.ssd.sealing import Keyring
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
 KINDS = [
@@ -49,7 +48,6 @@ KINDS = [
     "ssd-two-drives",
     "ssd-tmpfs",
     "ssd-flushed",
-    "ssd-keys",
     "ssd-keys-flushed",
     "chain",
     "remote",
@@ -63,9 +61,8 @@ def make_ssd(kind: str, folder: Path, arena: Arena, *, offers: bool = False) -> 
     if interface != "auto" and not (verdict := probe(interface)).works:
         pytest.skip(f"{interface}: {verdict.reason}")
     folders = [folder / "one", folder / "two"] if what == "two-drives" else [folder / "one"]
-    keyring = Keyring({"a": [b"k" * 32]}) if "keys" in what else None
     flush = what.endswith("flushed")
-    found = settings(*folders, interface=interface, flush=flush, keyring=keyring)
+    found = settings(*folders, interface=interface, flush=flush)
     tier = SsdTier(found, [arena.bytes], offers=offers)
     Desk(tier, arena).settle()
     return tier

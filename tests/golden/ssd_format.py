@@ -11,7 +11,6 @@ import numpy as np
 import xxhash
 
 from kvhearth.model import Records
-from kvhearth_server.tiers.base import BlockSpec
 from kvhearth_server.tiers.ssd.format import (
     RECORD_DTYPE,
     RECORD_MAGIC,
@@ -20,12 +19,10 @@ from kvhearth_server.tiers.ssd.format import (
     SegmentHead,
     directory_page,
     footer_pages,
-    key_id,
     seal,
     segment_page,
     write_footer,
 )
-from kvhearth_server.tiers.ssd.sealing import Keyring
 
 FOLDER = Path(__file__).parent
 HEAD = SegmentHead(0x0123_4567_89AB_CDEF, 7, 256 << 20, 1_700_000_000)
@@ -47,23 +44,6 @@ def records() -> Records:
     return rows
 
 
-KEY = bytes(range(32))
-PAYLOAD = bytes(range(256)) * 20
-SEALED_FAMILY = BlockSpec(hashlib.sha256(b"namespace").digest(), 2, 4, len(PAYLOAD), 1)
-
-
-def sealed_record() -> bytes:
-    """Return an encrypted record as it lies on the disk, with a nonce that counts from 0."""
-    rows = records()[:1].copy()
-    rows["length"], rows["shard_count"] = len(PAYLOAD), 1
-    rows["checksum"] = xxhash.xxh3_128_digest(PAYLOAD)
-    keyring = Keyring({"a": [KEY]}, random=lambda count: bytes(range(count)))
-    life = keyring.close_headers(rows, key_id(KEY), HEAD)
-    image = bytearray(4 * 4096)
-    life.write(rows, [memoryview(PAYLOAD)], len(PAYLOAD)).fill(memoryview(image))
-    return bytes(image[: 3 * 4096])
-
-
 def pages() -> dict[str, bytes]:
     """Return each golden file's bytes without trailing zeros."""
     footer = np.zeros(footer_pages(2) * 4096, np.uint8)
@@ -73,7 +53,6 @@ def pages() -> dict[str, bytes]:
         "ssd_directory": directory_page(DirectoryHead(HEAD.log_id, HEAD.segment_bytes)),
         "ssd_segment": segment_page(HEAD),
         "ssd_record": records()[:1].tobytes(),
-        "ssd_sealed_record": sealed_record(),
         "ssd_footer_lines": lines[:-4096],
         "ssd_footer_page": lines[-4096:],
     }

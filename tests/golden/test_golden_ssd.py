@@ -4,15 +4,12 @@ readable.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-import xxhash
 
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
@@ -26,7 +23,6 @@ from kvhearth_server.tiers.ssd.format import (
     parse_footer,
     parse_segment_page,
 )
-from kvhearth_server.tiers.ssd.sealing import Keyring, readable
 
 
 def _made() -> ModuleType:
@@ -64,21 +60,6 @@ def test_what_was_written_is_read() -> None:
     lines = parse_footer(tail, 2)
     assert lines is not None
     assert lines.tobytes() == MADE.records().tobytes()
-
-
-def test_an_encrypted_record_that_was_written_is_read() -> None:
-    image = MADE.golden("ssd_sealed_record").ljust(3 * PAGE_BYTES, b"\0")
-    record = np.frombuffer(image, RECORD_DTYPE, 1)
-    assert doubts_of(record, HEAD, HEAD.segment_bytes) == {}
-    doubts: Counter[Doubt] = Counter()
-    (shown,) = readable(record, Keyring({"a": [MADE.KEY]}), doubts, Counter())
-    into = bytearray(len(MADE.PAYLOAD))
-    checksum = shown["checksum"].tobytes()
-    assert checksum == xxhash.xxh3_128_digest(MADE.PAYLOAD)
-    wanted = (1, 0, hashlib.sha256(b"key").digest(), checksum, memoryview(into))
-    read = Keyring({"a": [MADE.KEY]}).read([wanted], MADE.SEALED_FAMILY, HEAD)
-    assert read.drain(memoryview(bytearray(image))) == []
-    assert bytes(into) == MADE.PAYLOAD
 
 
 @pytest.mark.parametrize("name", ["ssd_directory", "ssd_segment", "ssd_footer_page"])

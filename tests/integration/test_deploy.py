@@ -545,7 +545,7 @@ def test_a_lock_names_versions_and_hashes_and_no_host(name: str) -> None:
 def test_the_lock_is_of_what_the_project_asks_for(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["server"], *extras["encryption"]]
+    wanted = [*project["dependencies"], *extras["server"]]
     if name == "remote.lock":
         wanted += [*extras["s3"], *extras["valkey"]]
     wanted = [each for each in wanted if each != "kvhearth[server]"]

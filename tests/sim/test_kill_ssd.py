@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.memory_places import Child
-from support.tiers import DEADLINE_S, Arena, Desk, family, keyring_of, settings
+from support.tiers import DEADLINE_S, Arena, Desk, family, settings
 
 from kvhearth_server.tiers.base import Corrupt, Done, Failed
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
@@ -19,13 +19,12 @@ WRITER = """
 import struct
 sys.path.insert(0, arguments[0])
 from pathlib import Path
-from support.tiers import Arena, Desk, family, keyring_of, settings
+from support.tiers import Arena, Desk, family, settings
 from kvhearth_server.tiers.base import Done
 from kvhearth_server.tiers.ssd.tier import SsdTier
-folder, first, last, segments, shards, interface, key = arguments[1:]
+folder, first, last, segments, shards, interface = arguments[1:]
 arena = Arena()
-keyring = keyring_of(key)
-options = settings(Path(folder), segments=int(segments), interface=interface, keyring=keyring)
+options = settings(Path(folder), segments=int(segments), interface=interface)
 tier = SsdTier(options, [arena.bytes])
 desk = Desk(tier, arena)
 desk.settle()
@@ -55,13 +54,12 @@ def run_writer(
     interface: str = "auto",
     kill_after: int = 0,
     fault: str = "",
-    key: str = "",
 ) -> list[int]:
     """Stores blocks in a process and ends it with SIGKILL, after ``kill_after`` acknowledgements or
     at its fault point; returns the acknowledged blocks, in order.
     """
     acknowledged: list[int] = []
-    words = (str(numbers.start), str(numbers.stop), str(segments), str(shards), interface, key)
+    words = (str(numbers.start), str(numbers.stop), str(segments), str(shards), interface)
     with Child(WRITER, TESTS, str(folder), *words, fault=fault) as child:
         child.socket.settimeout(DEADLINE_S)
         data = b""
@@ -76,12 +74,10 @@ def run_writer(
     return [number for number in acknowledged if number not in (STARTED, FINISHED)]
 
 
-def check(
-    folder: Path, numbers: list[int], *, segments: int, shards: int = 1, key: str = ""
-) -> list[int]:
+def check(folder: Path, numbers: list[int], *, segments: int, shards: int = 1) -> list[int]:
     """Loads blocks after recovery, comparing every byte; returns those that are served."""
     arena = Arena()
-    options = settings(folder, segments=segments, keyring=keyring_of(key))
+    options = settings(folder, segments=segments)
     tier = SsdTier(options, [arena.bytes])
     desk = Desk(tier, arena)
     try:
@@ -105,9 +101,8 @@ def check(
         tier.close()
 
 
-@pytest.mark.parametrize("key", ["", "k" * 32], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("interface", NAMES)
-def test_all_that_was_acknowledged_is_served(tmp_path: Path, interface: str, key: str) -> None:
+def test_all_that_was_acknowledged_is_served(tmp_path: Path, interface: str) -> None:
     if not (verdict := probe(interface)).works:
         pytest.skip(f"{interface}: {verdict.reason}")
     seed = random.Random(interface)
@@ -120,10 +115,9 @@ def test_all_that_was_acknowledged_is_served(tmp_path: Path, interface: str, key
             segments=80,
             interface=interface,
             kill_after=seed.randrange(20, 150),
-            key=key,
         )
         assert len(every) > 20 * (life + 1)
-        assert check(folder, every, segments=80, key=key) == every
+        assert check(folder, every, segments=80) == every
 
 
 @pytest.mark.parametrize(
@@ -133,23 +127,21 @@ def test_all_that_was_acknowledged_is_served(tmp_path: Path, interface: str, key
         *("ssd.head_written:1", "ssd.segment_allocated:1", "ssd.segment_allocated:3"),
     ],
 )
-@pytest.mark.parametrize("key", ["", "k" * 32], ids=["plain", "encrypted"])
-def test_killed_at_a_point_of_a_write(tmp_path: Path, fault: str, key: str) -> None:
-    found = run_writer(tmp_path / "one", range(200), segments=60, shards=3, fault=fault, key=key)
+def test_killed_at_a_point_of_a_write(tmp_path: Path, fault: str) -> None:
+    found = run_writer(tmp_path / "one", range(200), segments=60, shards=3, fault=fault)
     assert len(found) < 200, "it was not killed"
-    assert check(tmp_path / "one", found, segments=60, shards=3, key=key) == found
+    assert check(tmp_path / "one", found, segments=60, shards=3) == found
 
 
-@pytest.mark.parametrize("key", ["", "k" * 32], ids=["plain", "encrypted"])
-def test_killed_while_segments_are_filled_again(tmp_path: Path, key: str) -> None:
+def test_killed_while_segments_are_filled_again(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     found: list[int] = []
     for life in range(2):
         kill_after = 150 + 67 * life
         start = 1000 * life
         numbers = range(start, start + 400)
-        found += run_writer(folder, numbers, segments=6, kill_after=kill_after, key=key)
-        served = check(folder, found, segments=6, key=key)
+        found += run_writer(folder, numbers, segments=6, kill_after=kill_after)
+        served = check(folder, found, segments=6)
         # Eviction of the oldest made room; the newest blocks are present.
         assert served[-16:] == found[-16:]
         assert len(served) < len(found)

@@ -30,7 +30,6 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_DTYPE
-from kvhearth_server.tiers.ssd.sealing import Keyring
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings, segment_cost_bytes
 from kvhearth_server.tiers.ssd.tier import SsdTier
 
@@ -72,11 +71,6 @@ def settings(*folders: Path, segments: int = 8, **changes: Any) -> SsdSettings:
         folder.mkdir(exist_ok=True)
     places = tuple(SsdDirectorySpec(folder, capacity) for folder in folders)
     return SsdSettings(places, segment_bytes=size, **changes)
-
-
-def keyring_of(key: str) -> Keyring | None:
-    """Return a keyring of one tenant with this key; None without one."""
-    return Keyring({"a": [key.encode()]}) if key else None
 
 
 class Clock:

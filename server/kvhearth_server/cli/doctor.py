@@ -28,11 +28,10 @@ from kvhearth_server.cli.serve import given, with_flags_of
 from kvhearth_server.config.load import Settings, SsdDir, load_settings
 from kvhearth_server.config.rlimit import needed, ssd_files
 from kvhearth_server.config.value_types import format_size
-from kvhearth_server.keys_file import shown_id
 from kvhearth_server.memory.mapping import MIB, THP_FIX, Filesystem, FilesystemKind, filesystem_kind
 from kvhearth_server.memory.plan import room_of
 from kvhearth_server.preflight import arena_plan, problems
-from kvhearth_server.tier_startup import fleet_key, missing_keys, ssd_keys, unusable_ssd_dir
+from kvhearth_server.tier_startup import fleet_key, unusable_ssd_dir
 from kvhearth_server.tiers.remote.lifecycle import lifecycle_rule
 from kvhearth_server.tiers.remote.url import parse_remote
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
@@ -351,22 +350,6 @@ def kernel(look: Look) -> Iterator[Finding]:
     )
 
 
-def encryption(look: Look) -> Iterator[Finding]:
-    """Check that the keys of all full segment files on SSD are there; without ssd_dirs nothing."""
-    if not look.settings.ssd_dirs:
-        return
-    try:
-        keys, missing = ssd_keys(look.settings), missing_keys(look.settings)
-    except KVHearthError:
-        return  # ``problems`` has named it
-    known = [f"{t}: {k.name} ({shown_id(k.number)})" for t, each in keys.items() for k in each]
-    found = f"blocks on SSD are encrypted; {', '.join(known)}" if keys else "none: plain blocks"
-    lacks = ", ".join(f"{shown_id(n)} ({c} records)" for n, c in sorted(missing.items()))
-    found += f"; these keys are missing: {lacks}" if lacks else ""
-    fix = "give the keys back in keys_file, after those that write; without them blocks are misses"
-    yield graded(not missing, "encryption", found, fix)
-
-
 def remotes(look: Look) -> Iterator[Finding]:
     """Check each remote by a helper process of its own: create, read, compare, delete."""
     if not look.settings.remote:
@@ -444,7 +427,6 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     descriptors,
     kernel,
     *SSD_CHECKS,
-    encryption,
     remotes,
     gpu_driver,
     directories,

@@ -257,12 +257,6 @@ class Settings(BaseSettings):
         0, ge=0, description="Price of a million reads and existence checks at a remote."
     )
     remote_gib_price: float = Field(0, ge=0, description="Price of a GiB read from a remote.")
-    keys_file: OptionalFile = Field(
-        None,
-        description="File (YAML) of keys that encrypt blocks on SSD: TENANT: [{id: NAME, key: "
-        "base64 of 32 bytes}], the first one writes, all of them read. For the daemon's user only "
-        "(0600); read at the start. Default: blocks are not encrypted.",
-    )
     grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
         "on",
         description="Engines' calls over gRPC, for clients in other languages that run as the "
@@ -352,7 +346,7 @@ class Settings(BaseSettings):
         return None if value == "none" else value
 
     @field_validator(
-        *("socket_dir", "arena_dir", "read_token_file", "keys_file", "remote_fleet_key_file"),
+        *("socket_dir", "arena_dir", "read_token_file", "remote_fleet_key_file"),
         *("tls_cert", "tls_key", "client_ca", "tokens_file"),
     )
     @classmethod

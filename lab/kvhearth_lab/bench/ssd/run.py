@@ -27,7 +27,6 @@ from kvhearth.version import __version__
 from kvhearth_lab.bench.daemon import broken, contract
 from kvhearth_lab.bench.report import machine, steps
 from kvhearth_lab.bench.ssd.blocks import Course, Driven, Ticker
-from kvhearth_lab.bench.ssd.encryption import encryption_part
 from kvhearth_lab.bench.ssd.figures import SMALL_BYTES, Result, Sizes, check_room
 from kvhearth_lab.bench.ssd.lookups import lookup_part
 from kvhearth_lab.bench.ssd.peers import peers_part
@@ -199,7 +198,6 @@ def run(
 
 async def _measure(own: Path, sizes: Sizes, interface: str, result: Result) -> None:
     await Course(own, sizes, interface, result).run()
-    await encryption_part(own, sizes, interface, result)
     await recovery_part(own / "small", sizes, interface, result)
 
 

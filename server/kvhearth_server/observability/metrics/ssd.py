@@ -27,7 +27,7 @@ PROBLEMS = (
 """Problems that a directory can have."""
 _DROPPED = (
     *("torn", "damaged", "version", "foreign", "misplaced", "truncated", "incomplete"),
-    *("duplicate", "outsized", "no_key", "namespaces"),
+    *("duplicate", "outsized", "namespaces"),
 )
 _STORES = {"stored": "stored_blocks", "present": "stores_present", "corrupt": "corrupt_sources"}
 _LOADS = {"loaded": "loaded_blocks", "corrupt": "corrupt_blocks"}

@@ -97,7 +97,7 @@ def build(
         for each in directories:
             each.close()
         raise
-    executor = _executor(queue, settings, clock)
+    executor = IoExecutor(queue, sum_threads=settings.sum_threads, clock=clock)
     log_dirs = [_log_directory(each, executor, settings) for each in directories]
     index = SsdIndex()
     log = Log(log_dirs, executor, counts, settings=settings, clock=clock)
@@ -110,16 +110,14 @@ def build(
     segments = [s for each in directories for s in each.segments]
     for segment in segments:
         segment.number = log.new_number()
-    fd, keyring = executor.event_fd, settings.keyring
     restorer = Restorer(
         segments,
         index,
         log,
         counts,
         files=files,
-        event_fd=fd,
+        event_fd=executor.event_fd,
         on_progress=on_progress,
-        keyring=keyring,
     )
     return TierComponents(
         settings,
@@ -147,13 +145,6 @@ def _log_directory(each: Directory, executor: IoExecutor, settings: SsdSettings)
         most = quota_segments(each.segments_max, part)
         made.logs[tenant] = TenantLog(tenant, made, most, settings.carry_share if most else 0.0)
     return made
-
-
-def _executor(queue: DiskQueue, settings: SsdSettings, clock: Callable[[], float]) -> IoExecutor:
-    bounce_bytes = settings.bounce_bytes if settings.keyring is not None else 0
-    return IoExecutor(
-        queue, sum_threads=settings.sum_threads, clock=clock, bounce_bytes=bounce_bytes
-    )
 
 
 def _open_queue(

@@ -20,10 +20,6 @@ from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records
 
 PAGE_BYTES = 4096
 VERSION = 1
-SEALED_VERSION = 2
-"""Version of a record whose payload is encrypted; all else has version 1."""
-NONCE_BYTES = 12
-TAG_BYTES = 16
 
 RECORD_MAGIC = 0x5256_4B48
 SEGMENT_MAGIC = 0x5356_4B48
@@ -51,21 +47,12 @@ RECORD_DTYPE = np.dtype(
         ("namespace", "V32"),
         ("key", "V64"),
         ("checksum", f"V{CHECKSUM_BYTES}"),
-        ("key_id", "<u8"),
-        ("nonce", f"V{NONCE_BYTES}"),
+        ("zeros", "V20"),
         ("crc", "<u4"),
     ]
 )
 """Header of a record, and its line in the footer. ``position`` is its page in the segment,
-``checksum`` the payload's xxh3_128, ``crc`` the CRC-32 of all bytes before it. ``key_id`` and
-``nonce`` are zeros unless the payload is encrypted; then the checksum is masked.
-"""
-
-SEAL_DTYPE = np.dtype(
-    [("tag", f"V{TAG_BYTES}"), ("checksum", f"V{CHECKSUM_BYTES}"), ("crc", "<u4")]
-)
-"""Follows the header of an encrypted record in its page: GCM's tag, and the xxh3_128 of the
-encrypted payload, by which a scan without keys finds torn records.
+``checksum`` the payload's xxh3_128, ``crc`` the CRC-32 of all bytes before it.
 """
 
 RECORD_BYTES = RECORD_DTYPE.itemsize
@@ -141,8 +128,6 @@ class Doubt(enum.StrEnum):
     """The same block was written again later."""
     OUTSIZED = "outsized"
     """The segment has a size that the directory no longer uses."""
-    NO_KEY = "no_key"
-    """It is encrypted under a key that is not here."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +154,6 @@ def id_of(tenant: str) -> int:
     if not tenant:
         return 0
     return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:8], "little")
-
-
-def key_id(secret: bytes) -> int:
-    """Return the number by which headers name a key; it does not tell the key."""
-    return int.from_bytes(hashlib.sha256(b"kvhearth ssd key id" + secret).digest()[:8], "little")
 
 
 def pages_of(length: int) -> int:
@@ -336,7 +316,7 @@ def doubts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I
     sane = (rows["shard"] < rows["shard_count"]) & (rows["position"] > 0) & sizes
     for reason, bad in (
         (Doubt.DAMAGED, rows["magic"] != RECORD_MAGIC),
-        (Doubt.VERSION, (rows["version"] != VERSION) & (rows["version"] != SEALED_VERSION)),
+        (Doubt.VERSION, rows["version"] != VERSION),
         (Doubt.FOREIGN, rows["log_id"] != head.log_id),
         (Doubt.MISPLACED, rows["segment_sequence"] != head.sequence),
         (Doubt.TRUNCATED, ends > end_bytes),
@@ -359,27 +339,11 @@ def _none_doubted(rows: Records, head: SegmentHead, end_bytes: int) -> bool:
     position, length = place & 0xFFFF_FFFF, place >> 32
     ends = position + 1 + (length + (PAGE_BYTES - 1)) // PAGE_BYTES
     kind = kind & 0xFFFF_FFFF_FFFF
-    good = (kind == RECORD_MAGIC | VERSION << 32) | (kind == RECORD_MAGIC | SEALED_VERSION << 32)
+    good = kind == RECORD_MAGIC | VERSION << 32
     good &= (key_bytes > 0) & (key_bytes <= 64) & (position > 0) & (length > 0)
     good &= (log_id == head.log_id) & (sequence == head.sequence)
     good &= (ends <= end_bytes // PAGE_BYTES) & (shape >> 32 & 0xFFFF < shape >> 48)
     return bool(good.all())
-
-
-@dataclass(frozen=True)
-class Seal:
-    """Content of ``SEAL_DTYPE``."""
-
-    tag: bytes
-    checksum: bytes
-
-
-def parse_seal(data: bytes | memoryview | U8) -> Seal | None:
-    """Return what follows the header of an encrypted record; None if it has changed."""
-    row = np.frombuffer(data, SEAL_DTYPE, 1)
-    if not crc_good(row[0]):
-        return None
-    return Seal(row["tag"][0].tobytes(), row["checksum"][0].tobytes())
 
 
 def crc_good(row: Records) -> bool:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from kvhearth_server.tiers.ssd.sealing import Keyring
 
 MIB = 1 << 20
 SEGMENTS_MAX = 1024
@@ -107,9 +103,6 @@ class SsdSettings:
         slow_s: a request that takes longer makes the tier degraded.
         stuck_s: a request that takes longer is reported stuck.
         open_s: a directory that takes longer to open is not used.
-        keyring: keys that encrypt all new records; None for records as they are.
-        bounce_bytes: upper bound of the memory for records on their way through encryption, for
-            reads and for writes each.
     """
 
     places: tuple[SsdDirectorySpec, ...]
@@ -130,8 +123,6 @@ class SsdSettings:
     slow_s: float = 1.0
     stuck_s: float = 5.0
     open_s: float = 10.0
-    keyring: Keyring | None = None
-    bounce_bytes: int = 64 * MIB
 
     def __post_init__(self) -> None:
         if not self.places:

@@ -344,8 +344,6 @@ class SsdTier(Tier):
 
     def use_owners(self, owner_of: OwnerOf) -> None:
         self._owner_of = owner_of
-        if self.parts.settings.keyring is not None:
-            self.parts.settings.keyring.owner_of = owner_of
 
     def use_budget(self, bytes_per_day: int) -> None:
         self._budget.use(bytes_per_day, self._clock())

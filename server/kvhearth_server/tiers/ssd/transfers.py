@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,7 +29,6 @@ from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
     RECORD_DTYPE,
     RECORD_MAGIC,
-    SEALED_VERSION,
     VERSION,
     pages_of,
     record_pages,
@@ -40,9 +37,6 @@ from kvhearth_server.tiers.ssd.format import (
 from kvhearth_server.tiers.ssd.index import SsdIndex, rows_of
 from kvhearth_server.tiers.ssd.log import HeaderPages, Log, Run
 from kvhearth_server.tiers.ssd.settings import SsdSettings
-
-if TYPE_CHECKING:
-    from kvhearth_server.tiers.ssd.sealing import Life
 
 
 class Task:
@@ -106,9 +100,6 @@ class Task:
 _DONE = Done()
 """Shared instance: a batch whose rows all have the same outcome is reported quickly."""
 
-_Shards = Mapping[tuple[int, int], int]
-"""Shards by segment and position: of encrypted records, whose headers must name them."""
-
 _Record = tuple[int, int, bytes, int, int]
 """A record to read: the batch's row, position, checksum, region and offset of its place."""
 
@@ -127,9 +118,6 @@ class _Run:
     """Neighbouring records in flight: ``records`` (n * shards,), ``owners`` the batch's row of
     each, ``pages`` the header page of each, ``pieces`` two pieces of memory each, ``checks`` one
     each if stores are verified. ``jobs`` counts the requests, ``writes`` those that have not ended.
-
-    Encrypted records have ``life``, ``sources`` in place of pages and pieces, and ``sums``
-    (n * shards,), since their headers hide the checksums.
     """
 
     task: Task
@@ -139,9 +127,6 @@ class _Run:
     pages: list[int] = field(default_factory=list)
     pieces: list[tuple[int, int]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
-    life: Life | None = None
-    sources: list[memoryview] = field(default_factory=list)
-    sums: Records | None = None
     jobs: int = 0
     writes: int = 0
 
@@ -180,9 +165,6 @@ class Transfers:
         free.
         """
         family = batch.family
-        keyring = self._settings.keyring
-        if keyring is not None and keyring.writer(family) is None:
-            return rows  # nobody's key would hide them
         pages = record_pages(family.length)
         carried = task.replacing is not None
         sizes = pages * family.shards, family.shards
@@ -206,13 +188,7 @@ class Transfers:
         family = batch.family
         records = self._records(batch, run, rows)
         out = _Run(task, run.segment, records, np.repeat(rows, family.shards))
-        keyring = self._settings.keyring
-        key = keyring.writer(family) if keyring is not None else None
-        if keyring is None or key is None:
-            seal(records)
-        else:
-            out.sums = records["checksum"].copy()
-            out.life = keyring.close_headers(records, key, run.segment.head)
+        seal(records)
         self._gather(out, batch.places[rows].reshape(-1), family.length)
         size = record_pages(family.length) * PAGE_BYTES
         together = self._together(record_pages(family.length))
@@ -224,12 +200,6 @@ class Transfers:
         """Collect the memory of all records of a run, and the checks to make on it."""
         padded = pages_of(length) * PAGE_BYTES
         regions, offsets = places["region"].tolist(), places["offset"].tolist()
-        if run.sums is not None:
-            pairs = zip(regions, offsets, strict=True)
-            run.sources = [self._views[each][at : at + length] for each, at in pairs]
-            if self._settings.verify_stores:
-                run.checks = list(zip(run.sources, map(bytes, run.sums.tolist()), strict=True))
-            return
         run.pages = self._pages.take(run.records)
         sums = run.records["checksum"].tolist()
         for page, sum_, region, offset in zip(run.pages, sums, regions, offsets, strict=True):
@@ -243,10 +213,6 @@ class Transfers:
         first, end = span
         size = (end - first) * record_bytes
         self._log.wear.wrote(size, taken=run.task.replacing is None)
-        bounce = None
-        if run.life is not None:
-            length = run.task.batch.family.length
-            bounce = run.life.write(run.records[first:end], run.sources[first:end], length)
         return Job(
             Op.WRITE,
             run.segment.fd,
@@ -257,7 +223,6 @@ class Transfers:
             lambda job: self._written(job, run, span),
             sync=self._settings.flush,
             urgent=run.task.replacing is not None,
-            bounce=bounce,
         )
 
     def _records(self, batch: StoreBatch, run: Run, rows: I64) -> Records:
@@ -285,8 +250,7 @@ class Transfers:
     def _written(self, job: Job, run: _Run, span: tuple[int, int]) -> None:
         run.task.jobs.discard(job)
         self.writes -= 1
-        if run.life is None:
-            self._pages.give(run.pages[span[0] : span[1]])
+        self._pages.give(run.pages[span[0] : span[1]])
         health = run.segment.directory.health
         if job.good:
             health.write_done()
@@ -331,8 +295,6 @@ class Transfers:
             return None
         records = run.records.reshape(-1, shards)
         new = rows_of(records)
-        if run.sums is not None:
-            new["checksum"] = run.sums.reshape(-1, shards)
         if len(good) < len(records):
             records, new = records[good], new[good]
         number, name = run.segment.number, (family.namespace, family.group)
@@ -353,16 +315,6 @@ class Transfers:
 
     def load(self, task: Task, rows: I64, entries: I64) -> None:
         """Begin to read the rows of a batch that lie at ``entries``."""
-        if self._settings.keyring is not None:
-            sealed = self._index.heads(entries)["version"] == SEALED_VERSION
-            self._load_some(task, rows[sealed], entries[sealed], sealed=True)
-            rows, entries = rows[~sealed], entries[~sealed]
-        self._load_some(task, rows, entries, sealed=False)
-
-    def _load_some(self, task: Task, rows: I64, entries: I64, *, sealed: bool) -> None:
-        """Begin to read rows of which all, or none, are encrypted."""
-        if not len(rows):
-            return
         batch = task.batch
         shards = batch.family.shards
         found = self._index.rows(entries, shards).reshape(-1)
@@ -374,11 +326,7 @@ class Transfers:
         places = batch.places[rows].reshape(-1)
         columns = (found["position"], found["checksum"], places["region"], places["offset"])
         records = zip(owners, *(column.tolist() for column in columns), strict=True)
-        named: _Shards | None = None
-        if sealed:
-            where = zip(numbers, found["position"].tolist(), strict=True)
-            named = {place: index % shards for index, place in enumerate(where)}
-        self._submit_reads(task, self._spans(task, numbers, records), named)
+        self._submit_reads(task, self._spans(task, numbers, records))
 
     def _spans(self, task: Task, numbers: list[int], records: Iterable[_Record]) -> list[_Span]:
         """Join neighbouring records, but keep enough requests to occupy the drive."""
@@ -406,11 +354,8 @@ class Transfers:
         most = self._settings.request_bytes // (record_pages * PAGE_BYTES)
         return max(1, min(most, PIECES_MAX // 2))
 
-    def _submit_reads(
-        self, task: Task, spans: Iterable[_Span], named: _Shards | None = None
-    ) -> None:
-        read = self._read_span if named is None else partial(self._read_sealed, named)
-        jobs = [read(task, span) for span in spans]
+    def _submit_reads(self, task: Task, spans: Iterable[_Span]) -> None:
+        jobs = [self._read_span(task, span) for span in spans]
         task.jobs.update(jobs)
         self._driver.submit(jobs)
 
@@ -441,46 +386,7 @@ class Transfers:
             cancelled=task.cancelled,
         )
 
-    def _read_sealed(self, named: _Shards, task: Task, span: _Span) -> Job:
-        number, records = span
-        batch, keyring = task.batch, self._settings.keyring
-        assert keyring is not None, "without keys nothing encrypted is in the index"
-        length = batch.family.length
-        segment = self._log.segments[number]
-        segment.reads += len(records)
-        self.reads += len(records)
-        wanted = [
-            (
-                position,
-                named[number, position],
-                batch.keys[row],
-                bytes(sum_),
-                self._views[region][offset : offset + length],
-            )
-            for row, position, sum_, region, offset in records
-        ]
-        bounce = keyring.read(wanted, batch.family, segment.head)
-        return Job(
-            Op.READ,
-            segment.fd,
-            records[0][1] * PAGE_BYTES,
-            (),
-            bounce.size,
-            (),
-            lambda job: self._read(job, task, span, [], named),
-            urgent=task.replacing is not None,
-            cancelled=task.cancelled,
-            bounce=bounce,
-        )
-
-    def _read(
-        self,
-        job: Job,
-        task: Task,
-        span: _Span,
-        pages: list[int],
-        named: _Shards | None = None,
-    ) -> None:
+    def _read(self, job: Job, task: Task, span: _Span, pages: list[int]) -> None:
         task.jobs.discard(job)
         if pages:
             self._unread.give(pages)
@@ -491,7 +397,7 @@ class Transfers:
         health = segment.directory.health
         if not job.good and job.begun_at and job.reason != Failure.CANCELLED and len(records) > 1:
             # A single unreadable page must not cost its neighbours.
-            self._submit_reads(task, [(number, [record]) for record in records], named)
+            self._submit_reads(task, [(number, [record]) for record in records])
             return
         rows = [record[0] for record in records]
         for row in rows:

@@ -18,7 +18,6 @@ from kvhearth.failpoints import hit
 from kvhearth.model import checksum_of
 from kvhearth_server.observability.timings import SECONDS_BOUNDS, Histogram
 from kvhearth_server.tiers.base import Failure
-from kvhearth_server.tiers.ssd.disk.bounce import Bounce, BounceMemory, FillPool, Image
 from kvhearth_server.tiers.ssd.disk.queues import (
     DiskQueue,
     Op,
@@ -69,9 +68,6 @@ class Job:
         short: fewer bytes were moved than requested.
         reported_stuck: the loop has reported that it is stuck.
         group: jobs it was submitted with; set by the executor.
-        bounce: converts bytes between the drive and their memory; ``pieces`` are then its image's,
-            set by the executor.
-        image: memory of the bounce.
     """
 
     op: Op
@@ -92,8 +88,6 @@ class Job:
     short: bool = False
     reported_stuck: bool = False
     group: Group | None = None
-    bounce: Bounce | None = None
-    image: Image | None = None
     wrong: list[int] = field(default_factory=list)
 
     @property
@@ -105,11 +99,6 @@ class Job:
     def good(self) -> bool:
         """Whether the device did all of it; ``wrong`` is independent of this."""
         return not self.error and not self.short
-
-    def back(self, image: Image) -> None:
-        """Give the job its image."""
-        assert self.bounce is not None
-        self.image, self.pieces = image, ((image.address, self.bounce.size),)
 
     @property
     def reason(self) -> Failure:
@@ -184,8 +173,6 @@ class ChecksumPool:
                 for index, (view, wanted) in enumerate(job.checks):
                     if checksum_of(view) != wanted:
                         job.wrong.append(index)
-                if job.is_read and job.bounce is not None and job.image is not None:
-                    job.wrong += job.bounce.drain(job.image.bytes.data)
                 self._then(job)
 
     def _next(self) -> Job | None:
@@ -229,9 +216,7 @@ class IoExecutor:
         sum_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
         name: str = "ssd",
-        bounce_bytes: int = 0,
     ) -> None:
-        """``bounce_bytes``: memory for bounces, of reads and of writes each; 0 for none."""
         self.event_fd = make_event()
         self._queue = queue
         self._clock = clock
@@ -251,18 +236,6 @@ class IoExecutor:
         self.broken = ""
         self._telling = threading.Lock()
         self._checkers = ChecksumPool(self._verified, sum_threads, name)
-        self._read_memory = BounceMemory(bounce_bytes)
-        self._write_memory = BounceMemory(bounce_bytes)
-        self._fillers: FillPool | None = None
-        if bounce_bytes:
-            self._fillers = FillPool(
-                self._write_memory,
-                self._filled,
-                lambda job: self._finish(job, errno.ECANCELED),
-                lambda: self._stop,
-                sum_threads,
-                name,
-            )
         self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
         self._thread.start()
 
@@ -276,30 +249,13 @@ class IoExecutor:
         if not jobs:
             return
         now, group = self._clock(), Group(len(jobs), len(jobs))
-        unfilled = list[Job]()
         for job in jobs:
             job.queued_at, job.group = now, group
-            if job.bounce is not None and not job.is_read:
-                unfilled.append(job)
-                continue
             waiting = self._reads if job.op is Op.READ else self._writes
             if job.urgent:
                 waiting.appendleft(job)
             else:
                 waiting.append(job)
-        if unfilled and self._fillers is not None:
-            self._fillers.add(unfilled)
-        signal_event(self._wake)
-
-    def _filled(self, job: Job) -> None:
-        """Queue a write that has its image. Called by the filling threads."""
-        if self._stop:
-            self._finish(job, errno.ECANCELED)
-            return
-        if job.urgent:
-            self._writes.appendleft(job)
-        else:
-            self._writes.append(job)
         signal_event(self._wake)
 
     def take(self, count: int) -> list[Job]:
@@ -319,8 +275,7 @@ class IoExecutor:
     @property
     def alive(self) -> bool:
         """False if a thread has died; some jobs never end then."""
-        fillers = self._fillers is None or self._fillers.alive
-        return self._thread.is_alive() and self._checkers.alive and fillers
+        return self._thread.is_alive() and self._checkers.alive
 
     def stop(self, deadline_s: float) -> bool:
         """End the thread once nothing runs; false if the device did not finish in time.
@@ -352,8 +307,6 @@ class IoExecutor:
                 self._break(error)
                 break
         self._checkers.stop(_CHECKED_S)
-        if self._fillers is not None:
-            self._fillers.stop()
 
     def _reap(self) -> None:
         reaped = self._queue.reap()
@@ -378,7 +331,7 @@ class IoExecutor:
 
     def _empty(self) -> bool:
         self._cancel_waiting(errno.ECANCELED)
-        if self._running or self._flushing or (self._fillers is not None and self._fillers.busy):
+        if self._running or self._flushing:
             return False
         self._checkers.stop(_CHECKED_S)
         for job in itertools.chain(self._checked, *self._unflushed.values()):
@@ -425,23 +378,13 @@ class IoExecutor:
         running = len(self._running) + picked
         if running + len(self._flushing) >= self._queue.depth:
             return None
-        if self._reads and (self._running_writes or not self._writes) and self._backed():
+        if self._reads and (self._running_writes or not self._writes):
             return self._reads.popleft()
         reading = bool(self._reads) or running > self._running_writes
         most = max(1, self._queue.depth // 4) if reading else self._queue.depth
         if self._writes and self._running_writes < most:
             return self._writes.popleft()
         return None
-
-    def _backed(self) -> bool:
-        """Whether the next read has the memory that it needs."""
-        job = self._reads[0]
-        if job.bounce is None or job.image is not None or job.cancelled:
-            return True
-        image = self._read_memory.take(job.bounce.size)
-        if image is not None:
-            job.back(image)
-        return image is not None
 
     def _put_back(self, requests: list[Request]) -> None:
         for request in reversed(requests):
@@ -458,8 +401,7 @@ class IoExecutor:
             return False
         job.short = result != job.length
         hit(_AFTER[job.op])
-        checked = bool(job.checks) or job.bounce is not None
-        if job.good and checked and not (job.is_read and job.cancelled):
+        if job.good and job.checks and not (job.is_read and job.cancelled):
             return True
         self._verified(job)
         return False
@@ -499,11 +441,6 @@ class IoExecutor:
         end, and each turn of the loop costs as much as a few blocks.
         """
         job.error = error
-        if job.image is not None:
-            (self._read_memory if job.is_read else self._write_memory).give(job.image)
-            job.image = None
-            if self._reads:
-                signal_event(self._wake)  # one may have waited for memory
         self._ended.append(job)
         group = job.group
         if group is None:
@@ -562,9 +499,7 @@ class ReadRate:
         size = sum(job.length for job in reads)
         took = max(job.ended_at - job.begun_at for job in reads)
         self.latency_s += _WEIGHT * (took - self.latency_s)
-        records = sum(
-            job.bounce.records if job.bounce else max(1, len(job.checks)) for job in reads
-        )
+        records = sum(max(1, len(job.checks)) for job in reads)
         self._read_bytes += _WEIGHT * (size / records - self._read_bytes)
         # Idle time is left out: few reads do not make the drive slow.
         busy_since = max(self._last_at, min(job.begun_at for job in reads))

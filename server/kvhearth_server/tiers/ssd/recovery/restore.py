@@ -9,7 +9,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -42,9 +41,6 @@ from kvhearth_server.tiers.ssd.recovery.scanner import (
 )
 from kvhearth_server.tiers.ssd.settings import segment_cost_bytes
 
-if TYPE_CHECKING:
-    from kvhearth_server.tiers.ssd.sealing import Keyring
-
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _TAIL_BYTES = 64 << 10
 _AHEAD = 4
@@ -64,9 +60,7 @@ class Recovery:
         segments: list[Segment],
         files: Files,
         event_fd: int,
-        keyring: Keyring | None = None,
     ) -> None:
-        self._keyring = keyring
         self.total = len(segments)
         self.read = 0
         self.youngest: int | None = None
@@ -106,7 +100,7 @@ class Recovery:
         self._sort(reader)
         for segment in self._segments:
             found = read_segment(segment, reader, self._stop.is_set)
-            found.sort_out(self._keyring)
+            found.sort_out()
             self.read += 1
             while not self._stop.is_set():
                 try:
@@ -328,13 +322,10 @@ class Restorer:
         files: Files,
         event_fd: int,
         on_progress: Progress | None,
-        keyring: Keyring | None = None,
     ) -> None:
         self._index, self._log, self._counts = index, log, counts
         self._files, self._event_fd = files, event_fd
         self._on_progress = on_progress
-        self._keyring = keyring
-        self.keyless: Counter[int] = Counter()
         self._recovery: Recovery | None = self._recover(segments)
         self._current: Recovered | None = None
         self._at = 0
@@ -392,7 +383,7 @@ class Restorer:
         self._recovery = self._recover(unread[1:])
 
     def _recover(self, segments: list[Segment]) -> Recovery:
-        return Recovery(segments, self._files, self._event_fd, self._keyring)
+        return Recovery(segments, self._files, self._event_fd)
 
     def stop(self, deadline_s: float) -> bool:
         """Give up; false if a read hangs."""
@@ -405,7 +396,6 @@ class Restorer:
     def _begin(self, found: Recovered) -> None:
         for reason, count in found.doubts.items():
             self._counts.add(f"dropped_{reason.value}", count)
-        self.keyless += found.keyless
         self._at = 0
         if found.chunks:
             found.segment.head = found.head

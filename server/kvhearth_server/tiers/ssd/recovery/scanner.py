@@ -7,7 +7,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,18 +19,13 @@ from kvhearth_server.tiers.ssd.format import (
     RECORD_BYTES,
     RECORD_DTYPE,
     RECORD_MAGIC,
-    SEALED_VERSION,
     Doubt,
     SegmentHead,
     doubts_of,
     pages_of,
-    parse_seal,
     record_pages,
 )
 from kvhearth_server.tiers.ssd.index import rows_of
-
-if TYPE_CHECKING:
-    from kvhearth_server.tiers.ssd.sealing import Keyring
 
 NO_HEAD = SegmentHead(0, 0, 0, 0)
 
@@ -63,8 +57,7 @@ class Recovered:
     Attributes:
         records: believed headers of whole blocks, in the order of their places. For a segment with
             a footer they lie in the reader's memory.
-        chunks: the same for the index, without those whose key is not here; set by ``sort_out``.
-        keyless: those records, by the number of the key.
+        chunks: the same for the index; set by ``sort_out``.
         sealed: it had its footer.
         resume: it can be appended to at ``end``; otherwise it is closed permanently.
         empty: it holds nothing of this log.
@@ -86,18 +79,11 @@ class Recovered:
     locked: bool = False
     failed: OSError | None = None
     doubts: Counter[Doubt] = field(default_factory=Counter)
-    keyless: Counter[int] = field(default_factory=Counter)
 
-    def sort_out(self, keyring: Keyring | None) -> None:
+    def sort_out(self) -> None:
         """Make the chunks; afterwards nothing refers to the reader's memory."""
         if not self.locked and self.failed is None:
-            sealed = self.records["version"] == SEALED_VERSION
-            records = self.records
-            if sealed.any():
-                from kvhearth_server.tiers.ssd.sealing import readable
-
-                records = readable(records, keyring, self.doubts, self.keyless)
-            self.chunks = list(_chunks(records))
+            self.chunks = list(_chunks(self.records))
         if not self.resume:
             self.records = np.zeros(0, RECORD_DTYPE)
 
@@ -204,10 +190,9 @@ class _Window:
         self.first, self.pages = first, len(data) // PAGE_BYTES
         pages = data[: self.pages * PAGE_BYTES].reshape(-1, PAGE_BYTES)
         self._bytes = pages.reshape(-1).data
-        self._pages = pages
         self.rows: Records = pages[:, :RECORD_BYTES].copy().view(RECORD_DTYPE).reshape(-1)
         self.lengths: list[int] = self.rows["length"].tolist()
-        self._checksums: list[bytes] = self.rows["checksum"].tolist()
+        self.checksums: list[bytes] = self.rows["checksum"].tolist()
 
     def candidates(self, head: SegmentHead, end_bytes: int) -> Iterator[tuple[int, Doubt | None]]:
         """Yield (index, reason for not believing it) of pages that look like a header, in order.
@@ -244,14 +229,7 @@ class _Window:
         """Whether the payload of a header has its checksum; it must lie in the window."""
         begin = (index + 1) * PAGE_BYTES
         payload = self._bytes[begin : begin + self.lengths[index]]
-        return checksum_of(payload) == self.stored_checksum(index)
-
-    def stored_checksum(self, index: int) -> bytes | None:
-        """Return the checksum of a record's bytes on the disk; None if it has changed."""
-        if self.rows["version"][index] != SEALED_VERSION:
-            return self._checksums[index]
-        found = parse_seal(self._pages[index, RECORD_BYTES:])
-        return None if found is None else found.checksum
+        return checksum_of(payload) == self.checksums[index]
 
 
 def scan(
@@ -332,7 +310,7 @@ class _Scan:
             if inside:
                 is_good = window.payload_good(index)
             else:
-                wanted = window.stored_checksum(index)
+                wanted = window.checksums[index]
                 is_good = self._long_payload_good(window.rows[index], wanted)
             if is_good:
                 good.append(index)
