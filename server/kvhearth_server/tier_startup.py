@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from kvhearth_server.tiers.figures import TierFigures
 from kvhearth_server.tiers.remote.bounds import Limits
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
 from kvhearth_server.tiers.remote.process import ProcessMover
-from kvhearth_server.tiers.remote.tier import Prices, RemoteTier
+from kvhearth_server.tiers.remote.tier import RemoteTier
 from kvhearth_server.tiers.remote.url import parse_remote
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
@@ -59,8 +59,8 @@ _log = get_logger("kvhearth.ssd")
 _remote_log = get_logger("kvhearth.remote")
 
 
-OpenShared = Callable[[Settings, Sequence[U8]], Tier]
-"""Function that opens a shared tier over regions, the bytes of each arena segment first."""
+OpenRemote = Callable[[Settings, Sequence[U8]], Tier]
+"""Function that opens a remote over regions, the bytes of each arena segment first."""
 OpenTiers = Callable[[Settings, Arena], list[Tier]]
 
 
@@ -68,13 +68,13 @@ def open_tiers(
     settings: Settings,
     arena: Arena,
     environment: Environment | None = None,
-    shared: Sequence[OpenShared] = (),
+    remote: OpenRemote | None = None,
 ) -> list[Tier]:
-    """Open the tiers of these settings, the SSD tier first, remotes last.
+    """Open the tiers of these settings, the SSD tier first, the remote last.
 
     Args:
         environment: as for ``SsdTier``; fault injection passes its own.
-        shared: further shared tiers to open before the remotes.
+        remote: opens another remote than that of the settings.
 
     Raises:
         KVHearthError: a tier cannot be opened.
@@ -89,12 +89,12 @@ def open_tiers(
         if settings.ssd_dirs:
             opened.append(_open_ssd(settings, regions, environment, offers=buffer is not None))
             undo.callback(opened[-1].close)
-        for each in shared:
-            opened.append(each(settings, regions))
+        if remote is not None:
+            opened.append(remote(settings, regions))
             undo.callback(opened[-1].close)
-        for tier in open_remotes(settings, arena, buffer):
-            opened.append(tier)
-            undo.callback(tier.close)
+        elif settings.remote:
+            opened.append(open_remote(settings, arena, buffer))
+            undo.callback(opened[-1].close)
         undo.pop_all()
     return opened
 
@@ -110,34 +110,29 @@ def _leaving_buffer() -> Segment | None:
         return None
 
 
-def open_remotes(
-    settings: Settings, arena: Arena, buffer: Segment | None = None
-) -> Iterator[RemoteTier]:
-    """Yield the remotes of these settings, each with a helper process; see ``open_tiers``.
+def open_remote(settings: Settings, arena: Arena, buffer: Segment | None = None) -> RemoteTier:
+    """Open the remote of these settings, with its helper process; see ``open_tiers``.
 
     Args:
         buffer: memory beside the arena from which blocks are published, too.
     """
     key = fleet_key(settings)
     segments = [*arena.segments, *([buffer] if buffer is not None else [])]
-    for index, text in enumerate(settings.remote):
-        url = parse_remote(text)
-        mover = ProcessMover(
-            url,
-            key,
-            segments,
-            settings.remote_staging,
-            index=index,
-            log_level=settings.log_level,
-            log_format=settings.log_format,
-        )
-        _remote_log.info("remote.opened", remote=url.place, number=index)
-        regions = [segment.view for segment in segments]
-        limits, prices = remote_limits(settings), remote_prices(settings)
-        tier = RemoteTier(mover, regions, url.place, key, limits, prices=prices)
-        tier.life_s = url.ttl_s
-        tier.buffer_bytes = buffer.bytes if buffer is not None else 0
-        yield tier
+    url = parse_remote(settings.remote)
+    mover = ProcessMover(
+        url,
+        key,
+        segments,
+        settings.remote_staging,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+    )
+    _remote_log.info("remote.opened", remote=url.place)
+    regions = [segment.view for segment in segments]
+    tier = RemoteTier(mover, regions, url.place, key, remote_limits(settings))
+    tier.life_s = url.ttl_s
+    tier.buffer_bytes = buffer.bytes if buffer is not None else 0
+    return tier
 
 
 def fleet_key(settings: Settings) -> bytes:
@@ -180,11 +175,6 @@ def remote_limits(settings: Settings) -> Limits:
     return Limits(
         settings.remote_bytes_per_s, settings.remote_bytes_per_day, settings.remote_requests_per_s
     )
-
-
-def remote_prices(settings: Settings) -> Prices:
-    """Return the prices that a remote's estimated cost is made of."""
-    return Prices(settings.remote_put_price, settings.remote_get_price, settings.remote_gib_price)
 
 
 def _open_ssd(

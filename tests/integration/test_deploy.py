@@ -224,7 +224,7 @@ def test_compose_with_a_remote(tmp_path: Path) -> None:
     placed = [word for word in made.command if str(word).startswith(ours)]
     kept = [word for word in words if not word.startswith(("-dir=", "-ip"))]
     made.command = [made.command[0], *kept, *placed]
-    url = settings.remote[0].replace("seaweedfs:8333", f"127.0.0.1:{made.port}")
+    url = settings.remote.replace("seaweedfs:8333", f"127.0.0.1:{made.port}")
     url = url.replace("/remote/credentials", str(place / "credentials"))
     made.start()
     try:
@@ -455,7 +455,7 @@ def scraped_daemon(folder: Path, tmp_path: Path) -> Iterator[tuple[Daemon, Prome
     settings = {
         "http": ANY_PORT,
         "ssd_dirs": [f"{tmp_path}/log=512MiB"],
-        "remote": [f"file://{tmp_path}/remote"],
+        "remote": f"file://{tmp_path}/remote",
     }
     with (
         running_daemon(**settings) as daemon,

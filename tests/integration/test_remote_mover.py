@@ -56,13 +56,6 @@ def test_a_load_ends_at_its_first_miss(desk: MoverDesk) -> None:
     assert kinds(desk.exists([0, 1])) == ["Missing", "Done"]
 
 
-def test_slots_of_a_put_are_free_before_it_is_done(desk: MoverDesk) -> None:
-    answer = desk.put(range(4))
-    copied, final = [each for each in desk.answers if each.ticket == answer.ticket]
-    assert (copied.copied, copied.final, copied.outcomes) == (True, False, [])
-    assert final is answer
-
-
 def test_a_slot_that_changed_is_not_published(desk: MoverDesk) -> None:
     request = desk.put_request(range(2))
     desk.slot(request.places[1, 0], 1)[0] ^= 1

@@ -22,7 +22,7 @@ ALL = {"remote_write": "all"}
 def sharer(folder: Path, **settings: object) -> Iterator[Daemon]:
     """A daemon without durable memory that shares a scripted remote."""
     with stopped_daemon(arena=False, **{**ALL, **settings}) as daemon:
-        daemon.remotes = [folder]
+        daemon.remote = folder
         daemon.start()
         yield daemon
         daemon.wait_quiet()

@@ -119,7 +119,7 @@ def test_statistics_by_http(daemon: Daemon, keys: list[bytes], folder: Path) -> 
     (place,) = found["directories"]
     assert (place["path"], place["capacity_bytes"], place["reasons"]) == (str(folder), CAPACITY, [])
     assert place["file_bytes"] == sum(place["segments"].values()) << 20
-    assert found["interface"] in ("io_uring", "libaio", "threads")
+    assert found["interface"] in ("libaio", "threads")
     assert 0 < found["budget_left_bytes"] < 1 << 40
     assert found["counters"]["stored_blocks"] == len(keys)
 

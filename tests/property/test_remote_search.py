@@ -44,13 +44,13 @@ def test_the_end_of_a_window_is_found(run: tuple[int, int, int]) -> None:
         ended(Answer(1, [Done() if each in there else Missing() for each in request.keys]))
         return True
 
-    cache, hashes = ExistenceCache(1 << 12), np.arange(1, count + 1, dtype=np.uint64) << 41
+    cache, names = ExistenceCache(1 << 12), keys(*range(count))
     searches = Searches(cache, Counts(), submit, lambda: 0.0)
-    assert searches.begin(family(), "0" * 32, keys(*range(count)), hashes, WIDTH)
+    assert searches.begin(family(), "0" * 32, keys(*range(count)), names, WIDTH)
     assert len(searches) == 0
     assert len(calls) <= 3
     assert max(calls) <= CALL_KEYS
-    states = cache.look(hashes, 0.0)
+    states = cache.look(names, 0.0)
     low, high = unknown_of_window(states)
     assert low >= high, "nothing more has to be asked"
     found = np.flatnonzero(states == YES)

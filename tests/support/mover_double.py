@@ -14,7 +14,7 @@ import xxhash
 
 from kvhearth.model import CHECKSUM_BYTES, U8
 from kvhearth_server.config.load import Settings
-from kvhearth_server.tier_startup import OpenShared, remote_limits
+from kvhearth_server.tier_startup import OpenRemote, remote_limits
 from kvhearth_server.tiers.base import (
     BlockSpec,
     Corrupt,
@@ -48,7 +48,7 @@ class Value:
     parent: bytes
 
 
-def scripted_remote(folder: str) -> OpenShared:
+def scripted_remote(folder: str) -> OpenRemote:
     """Return what opens a remote whose values are files in a folder."""
 
     def opened(settings: Settings, regions: Sequence[U8]) -> RemoteTier:
@@ -67,7 +67,6 @@ class ScriptedMover:
 
     Attributes:
         held: no request ends.
-        copies: tells of puts that their bytes are copied before they end.
         refusal: what requests get instead of a ticket.
         failure: how requests end instead, after ``poll``.
         requests: all requests so far.
@@ -85,8 +84,6 @@ class ScriptedMover:
         self.staging_free_bytes = 1 << 20
         self._regions, self._folder = list(regions), folder
         self._waiting: list[tuple[int, Exists]] = []
-        self.copies = False
-        self._copied: set[int] = set()
         self._cancelled: set[int] = set()
         self._next = 1
         self._draining = False
@@ -109,12 +106,6 @@ class ScriptedMover:
 
     def poll(self) -> list[Answer]:
         """See ``Mover.poll``."""
-        if self.copies:
-            fresh = [ticket for ticket, request in self._waiting if isinstance(request, Put)]
-            fresh = [ticket for ticket in fresh if ticket not in self._copied]
-            self._copied.update(fresh)
-            if fresh:
-                return [Answer(ticket, [], final=False, copied=True) for ticket in fresh]
         if self.held or not self._waiting:
             return []
         os.eventfd_read(self.event_fd)
@@ -129,11 +120,7 @@ class ScriptedMover:
 
     def using_slots(self) -> list[Get]:
         """Return the requests that read or write slots."""
-        return [
-            request
-            for ticket, request in self._waiting
-            if isinstance(request, Get) and ticket not in self._copied
-        ]
+        return [request for _, request in self._waiting if isinstance(request, Get)]
 
     @property
     def calls(self) -> int:

@@ -85,13 +85,13 @@ def serve_daemon(
     log: int,
     arguments: list[str],
     environment: dict[str, str],
-    remotes: list[str],
+    remote: str,
     fresh_s: float,
 ) -> int:
     """Run ``kvhearth serve`` as the command line does.
 
     Args:
-        remotes: folders of scripted remotes.
+        remote: folder of a scripted remote; "" for none.
         fresh_s: age up to which renderings are shared.
     """
     from kvhearth import failpoints as faults
@@ -99,11 +99,11 @@ def serve_daemon(
     from kvhearth_server.observability import exposition
 
     opener = None
-    if remotes:
+    if remote:
         from kvhearth_server.tier_startup import open_tiers
         from support.mover_double import scripted_remote
 
-        opener = partial(open_tiers, shared=[scripted_remote(each) for each in remotes])
+        opener = partial(open_tiers, remote=scripted_remote(remote))
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)

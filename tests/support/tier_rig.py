@@ -185,7 +185,7 @@ class FakeTier(DramTier):
 
 
 class TierRig(Rig):
-    """A core with a tier below it, and if a test wants them remotes."""
+    """A core with a tier below it, and if a test wants it a remote."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class TierRig(Rig):
         queue_reads: int = 4096,
         queue_writes: int = 1024,
         local: bool = True,
-        remotes: int = 0,
+        remote: bool = False,
         policy: PublishPolicy = PublishPolicy.REUSE,
         buffer_bytes: int = 0,
         life_s: float = 0.0,
@@ -216,14 +216,10 @@ class TierRig(Rig):
         """Heads of blocks that a test has damaged."""
         self.to_sum: list[Sum] = []
         tiers: list[Tier] = [self.tier] if local else []
-        self.movers = [ScriptedMover(self.regions) for _ in range(remotes)]
-        self.remotes = [
-            RemoteTier(mover, self.regions, f"r{number}", bytes(16), clock=lambda: self.now)
-            for number, mover in enumerate(self.movers)
-        ]
-        for remote in self.remotes:
-            remote.life_s, remote.buffer_bytes = life_s, buffer_bytes
-        tiers += self.remotes
+        self.mover = ScriptedMover(self.regions)
+        self.remote = RemoteTier(self.mover, self.regions, "r", bytes(16), clock=lambda: self.now)
+        self.remote.life_s, self.remote.buffer_bytes = life_s, buffer_bytes
+        tiers += [self.remote] if remote else []
         self.tiering = Tiering(self.core, tiers, LINEAGE, self.call, lambda: self.now, policy)
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -272,8 +268,7 @@ class TierRig(Rig):
             at.update(zip(places, slots.tolist(), strict=True))
         puts = [
             Batch(0, type(each) is Get, each)  # type: ignore[arg-type]
-            for mover in self.movers
-            for each in mover.using_slots()
+            for each in self.mover.using_slots()
         ]
         for each in (*self.tier.under_way, *puts):
             places = each.batch.places.reshape(-1)

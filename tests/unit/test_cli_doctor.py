@@ -45,7 +45,6 @@ class Told(Machine):
     def disk_interfaces(self, depth: int) -> list[ProbeResult]:
         problem = "" if self.good else "not permitted"
         return [
-            ProbeResult("io_uring", problem),
             ProbeResult("libaio", problem),
             ProbeResult("threads", ""),
         ]
@@ -156,7 +155,7 @@ def test_a_machine_that_has_nothing_gets_a_line_for_each(tmp_path: Path) -> None
     assert failed == {"memory", "version.grpcio"}
     assert warned == {
         *("hugepages", "hugepages.node0", "thp", "nofile", "peer_pidfd", "populate"),
-        *("o_direct", "io_uring", "libaio", "arena_dir", "drive", "nvidia", "native"),
+        *("o_direct", "libaio", "arena_dir", "drive", "nvidia", "native"),
     }
     assert found["hugepages"].fix == "run: sysctl -w vm.nr_hugepages=512"
     assert found["thp"].fix == f"run: echo advise > /{THP}/shmem_enabled"
@@ -248,7 +247,7 @@ def mounted(machine: Told, place: Path, kind: str = "ext4", options: str = "") -
 def ssd_findings(machine: Told, tmp_path: Path, *dirs: str, **more: object) -> dict[str, Finding]:
     found = findings(machine, tmp_path, ssd_dirs=list(dirs), **more)
     return {name: one for name, one in found.items() if name.startswith("ssd.")} | {
-        name: found[name] for name in ("ssd_interface", "io_uring", "libaio", "threads", "nofile")
+        name: found[name] for name in ("ssd_interface", "libaio", "threads", "nofile")
     }
 
 
@@ -308,14 +307,12 @@ def test_an_interface_that_is_asked_for_and_does_not_work_fails(tmp_path: Path) 
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     machine = Told(tmp_path, good=True)
     machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
-        ProbeResult("io_uring", "not permitted"),
-        ProbeResult("libaio", ""),
+        ProbeResult("libaio", "not permitted"),
         ProbeResult("threads", ""),
     ]
     place = f"{tmp_path}/kv=100GiB"
-    found = ssd_findings(machine, tmp_path, place)["io_uring"]
-    assert (found.grade, found.found) == (Grade.OK, "not permitted; libaio does as well")
-    found = ssd_findings(machine, tmp_path, place, ssd_interface="io_uring")["io_uring"]
+    assert ssd_findings(machine, tmp_path, place)["libaio"].grade is Grade.WARN
+    found = ssd_findings(machine, tmp_path, place, ssd_interface="libaio")["libaio"]
     assert found.grade is Grade.FAIL
     assert found.fix.startswith("set ssd_interface: auto; or run: sysctl")
 
@@ -323,13 +320,13 @@ def test_an_interface_that_is_asked_for_and_does_not_work_fails(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("wanted", "grade", "reported", "fix"),
     [
-        ("auto", Grade.OK, "auto -> libaio; not io_uring: not permitted", ""),
+        ("auto", Grade.OK, "auto -> threads; not libaio: not permitted", ""),
         ("threads", Grade.OK, "threads -> threads", ""),
         (
-            "io_uring",
+            "libaio",
             Grade.FAIL,
-            "io_uring -> none; io_uring: not permitted",
-            "set ssd_interface: auto, which takes libaio here",
+            "libaio -> none; libaio: not permitted",
+            "set ssd_interface: auto, which takes threads here",
         ),
     ],
 )
@@ -339,8 +336,7 @@ def test_the_interface_that_a_daemon_takes_is_told(
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     machine = Told(tmp_path, good=True)
     machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
-        ProbeResult("io_uring", "not permitted"),
-        ProbeResult("libaio", ""),
+        ProbeResult("libaio", "not permitted"),
         ProbeResult("threads", ""),
     ]
     place = f"{tmp_path}/kv=100GiB"
@@ -354,11 +350,11 @@ def test_no_interface_at_all(tmp_path: Path) -> None:
     machine_files(tmp_path, pages=512, available_mib=4096, thp="[advise]")
     machine = Told(tmp_path, good=True)
     machine.disk_interfaces = lambda depth: [  # type: ignore[method-assign]
-        ProbeResult(name, "not permitted") for name in ("io_uring", "libaio", "threads")
+        ProbeResult(name, "not permitted") for name in ("libaio", "threads")
     ]
     found = ssd_findings(machine, tmp_path, f"{tmp_path}/kv=100GiB")["ssd_interface"]
     assert found.grade is Grade.FAIL
-    assert found.found.startswith("auto -> none; io_uring: not permitted; libaio")
+    assert found.found.startswith("auto -> none; libaio: not permitted; threads")
     assert "preadv" in found.fix
 
 
@@ -433,7 +429,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert report["verdict"].startswith("ready" if report["ready"] else "not ready")
     checks = {one["check"]: one for one in report["findings"]}
     assert checks["ssd_interface"]["found"].startswith(f"auto -> {choose('auto', 32)[0]}")
-    assert {"hugepages", "thp", "nofile", "o_direct", "io_uring"} < set(checks)
+    assert {"hugepages", "thp", "nofile", "o_direct", "libaio"} < set(checks)
     assert {"drive", "nvidia"} < set(checks)
     assert {"version.grpcio", "version.protobuf", "version.numpy", "version.typer"} < set(checks)
     for one in report["findings"]:

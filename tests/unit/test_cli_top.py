@@ -29,7 +29,7 @@ def full_stats(engines: int) -> Stats:
         leases=10**5,
         groups=engines,
         segments=[memory] * 2,
-        ssd=ssd(interface="io_uring", directories=[directory] * 2),
+        ssd=ssd(interface="libaio", directories=[directory] * 2),
         counters={"lookup_keys": 10**12, "hit_keys": 9 * 10**11, "leased_bytes": 10**15},
         engines=[
             EngineNow(

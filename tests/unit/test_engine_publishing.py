@@ -53,8 +53,8 @@ def known(rig: TierRig, session: int, named: list[bytes]) -> list[int]:
 
 @pytest.mark.parametrize("local", [False, True])
 def test_the_second_use_publishes_a_chain_parents_first(local: bool) -> None:
-    rig = TierRig(local=local, remotes=1)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=local, remote=True)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(*range(8)))
     rig.turn(3)
     use(rig, session, keys(*range(8)))
@@ -72,8 +72,8 @@ def test_the_second_use_publishes_a_chain_parents_first(local: bool) -> None:
 
 
 def test_a_block_is_published_after_those_before_it() -> None:
-    rig = TierRig(local=False, remotes=1)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(*range(8)))
     for _ in range(2):
         use(rig, session, keys(5))
@@ -82,8 +82,8 @@ def test_a_block_is_published_after_those_before_it() -> None:
 
 def test_policies() -> None:
     for policy, wanted in ((ALL, keys(*range(4))), (NEVER, [])):
-        rig = TierRig(local=False, remotes=1, policy=policy)
-        session, (mover,) = rig.attach(), rig.movers
+        rig = TierRig(local=False, remote=True, policy=policy)
+        session, mover = rig.attach(), rig.mover
         rig.put(session, keys(*range(4)))
         rig.turn(4)
         for _ in range(3):
@@ -91,16 +91,14 @@ def test_policies() -> None:
         assert put_keys(mover) == wanted
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_publishing_does_not_hold_eviction_back(copies: bool) -> None:
-    rig = TierRig(slabs=2, local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
-    mover.held, mover.copies = True, copies
+def test_publishing_does_not_hold_eviction_back() -> None:
+    rig = TierRig(slabs=2, local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
+    mover.held = True
     for number in range(200):
         rig.put(session, [key(number)])
         rig.turn()
-    in_use = sum(len(each.keys) for each in mover.using_slots())
-    assert in_use <= (0 if copies else 3)
+    assert sum(len(each.keys) for each in mover.using_slots()) <= 3
     assert len(put_keys(mover)) < 200
     mover.held = False
     rest(rig)
@@ -108,8 +106,8 @@ def test_publishing_does_not_hold_eviction_back(copies: bool) -> None:
 
 @pytest.mark.parametrize("reason", ["open", "rate"])
 def test_a_remote_that_refuses_for_a_moment_gets_the_blocks_later(reason: str) -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
     mover.refusal = Throttled(reason, 0.5)  # type: ignore[arg-type]
     rig.put(session, keys(*range(4)))
     rig.turn(4)
@@ -122,8 +120,8 @@ def test_a_remote_that_refuses_for_a_moment_gets_the_blocks_later(reason: str) -
 
 
 def test_what_finds_no_staging_is_left_out_with_all_behind_it_until_it_is_used() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
     mover.refusal = Throttled("queue")  # type: ignore[arg-type]
     rig.put(session, keys(*range(4)))
     rig.turn(4)
@@ -136,8 +134,8 @@ def test_what_finds_no_staging_is_left_out_with_all_behind_it_until_it_is_used()
 
 
 def test_a_failed_put_is_counted_and_offered_again() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
     mover.failure = Failed("timeout")  # type: ignore[arg-type]
     rig.put(session, keys(0, 1))
     rig.turn(4)
@@ -148,8 +146,8 @@ def test_a_failed_put_is_counted_and_offered_again() -> None:
 
 
 def test_wrong_bytes_in_memory_are_not_published() -> None:
-    rig = TierRig(local=False, remotes=1)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     head = rig.head(session, key(1))
     rig.spoilt.add(head)
@@ -164,7 +162,7 @@ def test_wrong_bytes_in_memory_are_not_published() -> None:
 
 @pytest.mark.parametrize("local", [False, True])
 def test_blocks_come_back_from_the_remote(local: bool) -> None:
-    rig = TierRig(local=local, remotes=1, policy=ALL)
+    rig = TierRig(local=local, remote=True, policy=ALL)
     session = rig.attach()
     rig.put(session, keys(*range(8)))
     rest(rig)
@@ -188,8 +186,8 @@ def test_blocks_come_back_from_the_remote(local: bool) -> None:
 
 
 def test_a_hole_ends_a_load_and_wrong_bytes_are_never_served() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(*range(8)))
     rest(rig)
     rig.drop(session, keys(*range(8)))
@@ -207,8 +205,8 @@ def test_a_hole_ends_a_load_and_wrong_bytes_are_never_served() -> None:
 
 
 def test_a_caller_that_does_not_wait_costs_no_read() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rest(rig)
     rig.drop(session, keys(0, 1))
@@ -227,44 +225,9 @@ def test_a_caller_that_does_not_wait_costs_no_read() -> None:
     assert rig.in_memory(session, keys(0, 1)) == [True, True]
 
 
-def test_two_remotes_are_asked_in_order_and_published_to_both() -> None:
-    rig = TierRig(local=False, remotes=2, policy=ALL)
-    session, (one, other) = rig.attach(), rig.movers
-    rig.put(session, keys(*range(6)))
-    rest(rig)
-    assert put_keys(one) == put_keys(other) == keys(*range(6))
-    rig.drop(session, keys(*range(6)))
-    rig.now += 100.0
-    for name in list(one.values):
-        if name[1] in keys(3, 4, 5):
-            del one.values[name]
-    one.requests.clear()
-    other.requests.clear()
-    assert known(rig, session, keys(*range(6))) == [Tier.REMOTE] * 6
-    asked = {each for request in other.requests for each in request.keys}
-    assert asked <= set(keys(3, 4, 5)), "what the first one has is not asked of the second"
-    rig.want(session, keys(*range(6)), lease_id=3)
-    rest(rig)
-    assert all(rig.in_memory(session, keys(*range(6))))
-
-
-def test_one_remote_of_two_may_be_down() -> None:
-    rig = TierRig(local=False, remotes=2, policy=ALL)
-    session, (one, other) = rig.attach(), rig.movers
-    one.up = False
-    rig.turn()
-    rig.put(session, keys(*range(4)))
-    rest(rig)
-    assert (len(one.values), len(other.values)) == (0, 4)
-    rig.drop(session, keys(*range(4)))
-    rig.want(session, keys(*range(4)), lease_id=3)
-    rest(rig)
-    assert all(rig.in_memory(session, keys(*range(4))))
-
-
 def test_weights_without_a_label_are_off_the_remote() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rest(rig)
     first = {name[0] for name in mover.values}
@@ -285,7 +248,7 @@ def test_weights_without_a_label_are_off_the_remote() -> None:
 
 
 def test_a_label_is_given_once() -> None:
-    rig = TierRig(local=False, remotes=1)
+    rig = TierRig(local=False, remote=True)
     session = rig.attach()
     epoch = rig.epoch(session)
     assert rig.core.bump_epoch(session, epoch, label="a", relabel=True) == epoch
@@ -297,8 +260,8 @@ def test_a_label_is_given_once() -> None:
 
 
 def test_a_dead_remote_leaves_lookups_as_they_are() -> None:
-    rig = TierRig(local=True, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=True, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
     mover.up = False
     rig.turn()
     rig.save(session, keys(*range(4)))
@@ -321,8 +284,8 @@ def leave(rig: TierRig, session: int, named: list[bytes]) -> None:
 
 
 def test_hot_blocks_that_the_ssd_drops_are_published_from_memory() -> None:
-    rig = TierRig(remotes=1)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(remote=True)
+    session, mover = rig.attach(), rig.mover
     rig.save(session, keys(*range(4)))
     leave(rig, session, keys(2, 3))
     assert put_keys(mover) == keys(*range(4)), "with those before them"
@@ -331,8 +294,8 @@ def test_hot_blocks_that_the_ssd_drops_are_published_from_memory() -> None:
 
 
 def test_hot_blocks_that_the_ssd_alone_has_are_read_and_published() -> None:
-    rig = TierRig(remotes=1, buffer_bytes=1 << 20)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(remote=True, buffer_bytes=1 << 20)
+    session, mover = rig.attach(), rig.mover
     rig.save(session, keys(*range(4)))
     rig.drop(session, keys(*range(4)))
     leave(rig, session, keys(*range(4)))
@@ -346,8 +309,8 @@ def test_hot_blocks_that_the_ssd_alone_has_are_read_and_published() -> None:
 
 @pytest.mark.parametrize("why", ["no buffer", "busy", "down", "refused", "gone"])
 def test_hot_blocks_are_left_out_rather_than_waited_for(why: str) -> None:
-    rig = TierRig(remotes=1, buffer_bytes=0 if why == "no buffer" else 1 << 20)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(remote=True, buffer_bytes=0 if why == "no buffer" else 1 << 20)
+    session, mover = rig.attach(), rig.mover
     rig.save(session, keys(*range(4)))
     rig.drop(session, keys(*range(4)))
     mover.up = why != "down"
@@ -373,8 +336,8 @@ def test_hot_blocks_are_left_out_rather_than_waited_for(why: str) -> None:
 
 
 def test_what_the_ssd_drops_of_old_weights_stays_off_the_remote() -> None:
-    rig = TierRig(remotes=1, buffer_bytes=1 << 20)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(remote=True, buffer_bytes=1 << 20)
+    session, mover = rig.attach(), rig.mover
     rig.save(session, keys(0, 1))
     rig.drop(session, keys(0, 1))
     family = rig.tiering.family(rig.space(session), 0)
@@ -385,8 +348,8 @@ def test_what_the_ssd_drops_of_old_weights_stays_off_the_remote() -> None:
 
 
 def test_a_use_in_the_second_half_of_its_life_renews_a_block() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL, life_s=100.0)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL, life_s=100.0)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(*range(4)))
     rest(rig)
     for now, count in ((49.0, 4), (51.0, 8), (52.0, 8), (90.0, 8), (102.0, 12)):
@@ -399,8 +362,8 @@ def test_a_use_in_the_second_half_of_its_life_renews_a_block() -> None:
 
 
 def test_a_renewal_that_fails_is_tried_again_after_a_pause() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL, life_s=160.0)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL, life_s=160.0)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rest(rig)
     mover.failure = Failed("io")  # type: ignore[arg-type]
@@ -413,8 +376,8 @@ def test_a_renewal_that_fails_is_tried_again_after_a_pause() -> None:
 
 
 def test_without_a_ttl_nothing_is_renewed() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rest(rig)
     rig.now = 1e6
@@ -424,8 +387,8 @@ def test_without_a_ttl_nothing_is_renewed() -> None:
 
 
 def test_the_policy_may_change() -> None:
-    rig = TierRig(local=False, remotes=1, policy=NEVER)
-    session, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=NEVER)
+    session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rig.tiering.use_policy(ALL)
     rig.put(session, keys(2, 3))
@@ -440,8 +403,8 @@ def test_the_policy_may_change() -> None:
 
 
 def test_a_window_at_the_remote_needs_its_last_blocks_only() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL)
-    session, (mover,) = rig.attach(contract(full(), window(64))), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL)
+    session, mover = rig.attach(contract(full(), window(64))), rig.mover
     named = keys(*range(12))
     for kv_group in (0, 1):
         rig.put(session, named, kv_group=kv_group)
@@ -467,8 +430,8 @@ def test_a_window_at_the_remote_needs_its_last_blocks_only() -> None:
 
 
 def test_another_tenants_blocks_are_never_found() -> None:
-    rig = TierRig(local=False, remotes=1, policy=ALL, tenants=("t", "u"))
-    mine, (mover,) = rig.attach(), rig.movers
+    rig = TierRig(local=False, remote=True, policy=ALL, tenants=("t", "u"))
+    mine, mover = rig.attach(), rig.mover
     theirs = rig.attach(tenant="u")
     rig.put(mine, keys(*range(4)))
     rest(rig)
@@ -478,5 +441,3 @@ def test_another_tenants_blocks_are_never_found() -> None:
     rest(rig)
     assert len({space for space, _ in mover.values}) == 2
     assert len(mover.values) == 8
-    (figures,) = rig.remotes[0].remote_figures()
-    assert figures.tenants["t"]["sent_bytes"] == figures.tenants["u"]["sent_bytes"] > 0

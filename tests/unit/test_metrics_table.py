@@ -97,14 +97,13 @@ def a_remote() -> RemoteFigures:
         mover_up=True,
         counts={"stored_blocks": 90, "put_keys": 91, "breaker_openings": 92},
         seconds={"put": 93.5},
-        tenants={"t": {"sent_bytes": 95, "refused_blocks": 96}},
         **numbers,
     )
 
 
 REMOTE_NUMBERS = (
     *("mover_restarts", "staging_bytes", "staging_free_bytes", "cache_entries"),
-    *("cache_entries_max", "asking", "reading", "writing", "cost", "round_trip_s"),
+    *("cache_entries_max", "asking", "reading", "writing", "round_trip_s"),
     "read_bytes_per_s",
 )
 
@@ -155,7 +154,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
         "curves": [
             Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], []),
         ],
-        "remotes": [a_remote()],
+        "remote": a_remote(),
     }
     return Snapshot(**(values | changes))
 
@@ -306,7 +305,7 @@ def test_values() -> None:
 def test_values_of_the_ssd_tier() -> None:
     found = scraped(a_snapshot())
     assert value(found, "ssd_interface_info", interface="libaio") == 1
-    assert value(found, "ssd_interface_info", interface="io_uring") == 0
+    assert value(found, "ssd_interface_info", interface="threads") == 0
     assert value(found, "ssd_interface_broken") == 0
     assert value(found, "ssd_capacity_bytes", directory="/b") == 500
     assert value(found, "ssd_file_bytes", directory="/a") == 600
@@ -351,11 +350,8 @@ def test_a_remotes_figures() -> None:
     assert value(found, "remote_requests_total", remote="s3://b", kind="put") == 91
     assert value(found, "remote_blocks_total", remote="s3://b", outcome="published") == 90
     assert value(found, "remote_request_seconds_total", remote="s3://b", kind="put") == 93.5
-    assert value(found, "remote_cost_dollars_total", remote="s3://b") == 58
     assert value(found, "remote_breaker_openings_total", remote="s3://b") == 92
-    assert value(found, "remote_tenant_bytes_total", remote="s3://b", tenant="t") == 95
-    assert value(found, "remote_tenant_refused_blocks_total", remote="s3://b", tenant="t") == 96
-    none = scraped(a_snapshot(remotes=[]))
+    none = scraped(a_snapshot(remote=None))
     assert not [name for name, _ in none if "_remote_" in name and "gateway" not in name]
 
 

@@ -8,11 +8,10 @@ import os
 import numpy as np
 import pytest
 
-from kvhearth.keys import PackedKeys
 from kvhearth_server.tiers.base import Refusal, Throttled
 from kvhearth_server.tiers.remote.bounds import Bounds, Bucket, Limits
 from kvhearth_server.tiers.remote.breaker import PAUSE_MAX_S, PAUSE_MIN_S, WINDOW, Breaker
-from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
+from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache
 
 
 @pytest.mark.parametrize("before", [0, 1, 30])
@@ -68,47 +67,41 @@ def test_an_open_breaker_probes_and_always_closes(chance: float) -> None:
     assert not breaker.failed(now), "what was before is forgotten"
 
 
-def keys_of(count: int, size: int = 32) -> PackedKeys:
-    return PackedKeys(os.urandom(count * size), size)
+def names_of(count: int) -> list[bytes]:
+    return [os.urandom(40) for _ in range(count)]
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 16, 20, 32, 64])
-def test_the_cache_knows_what_was_noted_until_it_ends(size: int) -> None:
-    cache, hasher = ExistenceCache(1 << 20, 60.0, 5.0), Hasher()
-    keys = [bytes([number]) * size for number in range(1, 200)]
-    hashes = hasher.hashes(keys, 1)
-    assert len(set(hashes.tolist())) == len(keys)
-    assert (cache.look(hashes, 0.0) == UNKNOWN).all()
-    assert [hasher.hash_one(key, 1) for key in keys] == hashes.tolist()
-    cache.note(hashes[:100], True, 0.0)
-    cache.note(hashes[100:150], False, 0.0)
-    absent = [cache.is_absent(each, 3.0) for each in hashes.tolist()]
-    assert absent == [False] * 100 + [True] * 50 + [False] * 49
+def test_the_cache_knows_what_was_noted_until_it_ends() -> None:
+    cache, names = ExistenceCache(1 << 20, 60.0, 5.0), names_of(199)
+    assert (cache.look(names, 0.0) == UNKNOWN).all()
+    cache.note(names[:100], True, 0.0)
+    cache.note(names[100:150], False, 0.0)
     for now in (0.0, 3.9):
-        assert cache.look(hashes, now).tolist() == [YES] * 100 + [NO] * 50 + [UNKNOWN] * 49
-    assert cache.look(hashes, 5.1).tolist() == [YES] * 100 + [UNKNOWN] * 99
-    assert cache.entries(5.1) == 100
-    assert (cache.look(hashes, 60.1) == UNKNOWN).all()
+        wanted = [YES] * 100 + [NO] * 50 + [UNKNOWN] * 49
+        assert cache.look(names, now).tolist() == wanted
+        assert [cache.state(each, now) for each in names] == wanted
+    assert cache.look(names, 5.1).tolist() == [YES] * 100 + [UNKNOWN] * 99
+    assert (cache.look(names, 60.1) == UNKNOWN).all()
 
 
 def test_the_last_word_about_a_block_holds() -> None:
-    cache, hashes = ExistenceCache(), Hasher().hashes(keys_of(512), 7)
-    cache.note(hashes, True, 1.0)
-    cache.note(hashes, np.arange(512) % 2 == 0, 2.0)
-    assert (cache.look(hashes, 3.0) == np.where(np.arange(512) % 2 == 0, YES, NO)).all()
-    cache.note(hashes[:1], True, 3.0, for_s=1.0)
-    assert cache.look(hashes[:1], 3.5) == YES
-    assert cache.look(hashes[:1], 4.5) == UNKNOWN
+    cache, names = ExistenceCache(), names_of(512)
+    cache.note(names, True, 1.0)
+    cache.note(names, np.arange(512) % 2 == 0, 2.0)
+    assert (cache.look(names, 3.0) == np.where(np.arange(512) % 2 == 0, YES, NO)).all()
+    cache.note(names[:1], True, 3.0, for_s=1.0)
+    assert cache.look(names[:1], 3.5) == YES
+    assert cache.look(names[:1], 4.5) == UNKNOWN
 
 
-def test_the_cache_is_bounded_and_keys_of_other_spaces_are_others() -> None:
-    cache, hasher = ExistenceCache(1024), Hasher()
-    for _ in range(20):
-        cache.note(hasher.hashes(keys_of(512), 1), True, 0.0)
-    assert 900 <= cache.entries(0.0) <= cache.entries_max == 1024
-    keys = keys_of(100)
-    cache.note(hasher.hashes(keys, 1), True, 0.0)
-    assert not (cache.look(hasher.hashes(keys, 2), 0.0) == YES).any()
+def test_the_cache_is_bounded_and_knows_the_latest() -> None:
+    cache, names = ExistenceCache(1024), names_of(20 * 512)
+    for start in range(0, len(names), 256):
+        cache.note(names[start : start + 256], True, 0.0)
+        assert cache.entries <= 1024 + 256
+    assert (cache.look(names[-512:], 0.0) == YES).all()
+    cache.note(names[-1:], False, 1.0)
+    assert cache.state(names[-1], 1.0) == NO, "the newer half goes first"
 
 
 def test_a_bucket_allows_its_rate_and_a_large_request_leaves_a_debt() -> None:

@@ -234,7 +234,7 @@ def ssd(
     quick: Annotated[bool, _quick("Run half a minute instead of minutes; more noise.")] = False,
     interface: Annotated[
         str,
-        typer.Option("--interface", help="Kernel interface: auto, io_uring, libaio or threads."),
+        typer.Option("--interface", help="Kernel interface: auto, libaio or threads."),
     ] = "auto",
     depth: Annotated[
         int, typer.Option("--depth", help="Maximum number of requests in flight.", min=1, max=4096)

@@ -88,8 +88,6 @@ _BAD_FILESYSTEMS = {
 }
 _CHOSEN = "ssd_interface"
 _INTERFACE_FIXES = {
-    "io_uring": "run: sysctl -w kernel.io_uring_disabled=0; in a container, allow io_uring_setup, "
-    "io_uring_enter and io_uring_register in its seccomp profile",
     "libaio": "run: sysctl -w fs.aio-max-nr=1048576; in a container, allow io_setup, io_submit, "
     "io_getevents and io_destroy in its seccomp profile",
     "threads": "see the error: preadv and pwritev must be allowed",
@@ -350,22 +348,21 @@ def kernel(look: Look) -> Iterator[Finding]:
     )
 
 
-def remotes(look: Look) -> Iterator[Finding]:
-    """Check each remote by a helper process of its own: create, read, compare, delete."""
+def remote(look: Look) -> Iterator[Finding]:
+    """Check the remote by a helper process of its own: create, read, compare, delete."""
     if not look.settings.remote:
         return
     try:
         key = fleet_key(look.settings)
     except KVHearthError:
         return  # the settings' own check has named it
-    for number, text in enumerate(look.settings.remote, 1):
-        url = parse_remote(text)
-        problem = look.machine.remote_problem(url, key)
-        found, _, fix = problem.partition("; ") if problem else ("", "", "")
-        works = f"{url.place}: wrote, read, compared and removed a value"
-        yield graded(not problem, f"remote.{number}", found or works, fix or "see the message")
-        if url.scheme in ("s3", "gs", "az"):
-            yield Finding(f"remote.{number}.lifecycle", Grade.OK, lifecycle_rule(url))
+    url = parse_remote(look.settings.remote)
+    problem = look.machine.remote_problem(url, key)
+    found, _, fix = problem.partition("; ") if problem else ("", "", "")
+    works = f"{url.place}: wrote, read, compared and removed a value"
+    yield graded(not problem, "remote", found or works, fix or "see the message")
+    if url.scheme in ("s3", "gs", "az"):
+        yield Finding("remote.lifecycle", Grade.OK, lifecycle_rule(url))
 
 
 def gpu_driver(look: Look) -> Iterator[Finding]:
@@ -427,7 +424,7 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     descriptors,
     kernel,
     *SSD_CHECKS,
-    remotes,
+    remote,
     gpu_driver,
     directories,
     native_module,

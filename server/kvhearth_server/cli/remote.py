@@ -80,13 +80,13 @@ class Found:
     foreign: int = 0
 
 
-def _urls(given: str | None, config: Any) -> list[RemoteUrl]:
-    texts = [given] if given else list(load_settings({}, config).remote)
-    if not texts:
+def _url(given: str | None, config: Any) -> RemoteUrl:
+    text = given or load_settings({}, config).remote
+    if not text:
         raise KVHearthError(
             Reason.CONFIG_INVALID, "name the remote: --remote URL, or remote in the settings"
         )
-    return [parse_remote(text) for text in texts]
+    return parse_remote(text)
 
 
 def _run(url: RemoteUrl, work: Callable[[Driver], Coroutine[Any, Any, _T]]) -> _T:
@@ -170,24 +170,19 @@ def usage(remote: Url = None, config: Config = None, as_json: AsJson = False) ->
     """List what a remote holds, by space. It lists every object: a request for
     each thousand.
     """
-    report = []
-    for url in _urls(remote, config):
-        found = _run(url, _usage)
-        spaces = {name: vars(each) for name, each in sorted(found.spaces.items())}
-        total = sum(each.bytes for each in found.spaces.values())
-        report.append(
-            {"remote": url.place, "bytes": total, "foreign": found.foreign, "spaces": spaces}
-        )
-        if as_json:
-            continue
-        shown = table("space", "blocks", "bytes", "age of the oldest", right=("blocks", "bytes"))
-        for name, each in sorted(found.spaces.items()):
-            age = f"{(time.time() - each.oldest_s) / 86400:.1f} d" if each.oldest_s else "-"
-            row(shown, name, str(each.objects), size(each.bytes), age)
-        console().print(shown)
-        note(f"{url.place}: {size(total)}; {found.foreign} objects of others")
+    url = _url(remote, config)
+    found = _run(url, _usage)
+    total = sum(each.bytes for each in found.spaces.values())
     if as_json:
-        say_json({"remotes": report})
+        spaces = {name: vars(each) for name, each in sorted(found.spaces.items())}
+        say_json({"remote": url.place, "bytes": total, "foreign": found.foreign, "spaces": spaces})
+        return
+    shown = table("space", "blocks", "bytes", "age of the oldest", right=("blocks", "bytes"))
+    for name, each in sorted(found.spaces.items()):
+        age = f"{(time.time() - each.oldest_s) / 86400:.1f} d" if each.oldest_s else "-"
+        row(shown, name, str(each.objects), size(each.bytes), age)
+    console().print(shown)
+    note(f"{url.place}: {size(total)}; {found.foreign} objects of others")
 
 
 def sweep(
@@ -267,11 +262,9 @@ def _report(
     as_json: bool,
     work: Callable[[Driver], Coroutine[Any, Any, tuple[int, int]]],
 ) -> None:
-    report = []
-    for url in _urls(remote, config):
-        count, removed = _run(url, work)
-        report.append({"remote": url.place, "removed": count, "removed_bytes": removed})
-        if not as_json:
-            note(f"{url.place}: removed {count} blocks, {size(removed)}")
+    url = _url(remote, config)
+    count, removed = _run(url, work)
     if as_json:
-        say_json({"remotes": report})
+        say_json({"remote": url.place, "removed": count, "removed_bytes": removed})
+    else:
+        note(f"{url.place}: removed {count} blocks, {size(removed)}")

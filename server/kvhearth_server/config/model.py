@@ -20,7 +20,7 @@ from kvhearth_server.config.value_types import (
     Address,
     OptionalFile,
     OptionalSize,
-    Remotes,
+    Remote,
     Seconds,
     Size,
     SsdDirs,
@@ -46,7 +46,6 @@ PAGE_BYTES = 4096
 MIB = 1 << 20
 SSD_SEGMENT_BYTES_LEAST = 64 << 10
 SSD_DIR_BYTES_MAX = 1 << 50
-REMOTES_MAX = 2
 SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
 
 
@@ -182,7 +181,7 @@ class Settings(BaseSettings):
         "drive, blocks are striped across them (environment: separate by spaces). Default: no SSD "
         "tier.",
     )
-    ssd_interface: Literal["auto", "io_uring", "libaio", "threads"] = Field(
+    ssd_interface: Literal["auto", "libaio", "threads"] = Field(
         "auto", description="Kernel interface for disk I/O; auto picks the best available."
     )
     ssd_depth: int = Field(
@@ -215,32 +214,31 @@ class Settings(BaseSettings):
         "all",
         description="Admission policy: write every block, or only blocks stored at least twice.",
     )
-    remote: Remotes = Field(
-        (),
+    remote: Remote = Field(
+        "",
         description="URL of a remote tier behind memory and SSD, shared by the daemons of a fleet: "
         "s3://bucket/prefix?endpoint=https://host&region=r, gs://, az://, valkeys://host:6379, "
-        "mooncake://host:50051, file:///mnt/shared/kv; repeatable, two at most, asked in order "
-        "(environment: separate by spaces). Default: none.",
+        "mooncake://host:50051, file:///mnt/shared/kv. Default: none.",
     )
     remote_write: Literal["reuse", "all", "never"] = Field(
         "reuse",
-        description="Blocks that are published to the remotes: those that are hit a second time "
+        description="Blocks that are published to the remote: those that are hit a second time "
         "with all blocks before them, all, or none.",
     )
     remote_staging: Size = Field(
         256 << 20,
         ge=1 << 20,
         le=1 << 40,
-        description="Memory of each remote's helper process through which all bytes pass.",
+        description="Memory of the remote's helper process through which all bytes pass.",
     )
     remote_bytes_per_s: Size = Field(
-        0, ge=0, description="Limit of bytes published to a remote per second. 0: no limit."
+        0, ge=0, description="Limit of bytes published to the remote per second. 0: no limit."
     )
     remote_bytes_per_day: Size = Field(
-        0, ge=0, description="Limit of bytes published to a remote per day. 0: no limit."
+        0, ge=0, description="Limit of bytes published to the remote per day. 0: no limit."
     )
     remote_requests_per_s: int = Field(
-        0, ge=0, description="Limit of blocks published to a remote per second. 0: no limit."
+        0, ge=0, description="Limit of blocks published to the remote per second. 0: no limit."
     )
     remote_fleet_key_file: OptionalFile = Field(
         None,
@@ -248,15 +246,6 @@ class Settings(BaseSettings):
         "there; the same on all hosts, for the daemon's user only (0600); kvhearth remote init-key "
         "makes one. A remote needs it.",
     )
-    remote_put_price: float = Field(
-        0,
-        ge=0,
-        description="Price of a million writes to a remote, for the estimated cost in metrics.",
-    )
-    remote_get_price: float = Field(
-        0, ge=0, description="Price of a million reads and existence checks at a remote."
-    )
-    remote_gib_price: float = Field(0, ge=0, description="Price of a GiB read from a remote.")
     grpc: Annotated[Literal["on", "off"], BeforeValidator(on_or_off)] = Field(
         "on",
         description="Engines' calls over gRPC, for clients in other languages that run as the "
@@ -422,24 +411,15 @@ class Settings(BaseSettings):
         return []
 
     def _remote_problems(self) -> list[str]:
-        problems = list[str]()
         if not self.remote:
-            return problems
+            return []
         from kvhearth_server.tiers.remote.url import parse_remote
 
-        if len(self.remote) > REMOTES_MAX:
-            problems.append(
-                f"remote: {len(self.remote)} are given; at most {REMOTES_MAX} are asked in order"
-            )
-        places = list[str]()
-        for text in self.remote:
-            try:
-                places.append(parse_remote(text).place)
-            except KVHearthError as error:
-                problems.append(error.message)
-        if len(set(places)) < len(places):
-            problems.append("remote: a remote is there twice; give each once")
-        return problems
+        try:
+            parse_remote(self.remote)
+        except KVHearthError as error:
+            return [error.message]
+        return []
 
     def _tenant_problems(self) -> list[str]:
         problems = []

@@ -285,12 +285,7 @@ SsdDirs = Annotated[
     BeforeValidator(_parse_ssd_dirs),
     Shown("PATH=SIZE", str, "--ssd-dir"),
 ]
-Remotes = Annotated[
-    tuple[str, ...],
-    NoDecode,
-    BeforeValidator(lambda value: tuple(map(str, _items(value, r"\s+")))),
-    Shown("URL", str),
-]
+Remote = Annotated[str, BeforeValidator(lambda value: str(value).strip()), Shown("URL", str)]
 Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_uids), Shown("UID", str)]
 
 

@@ -317,17 +317,12 @@ class Publishing:
         state.count("published_blocks", len(published))
         state.count("published_bytes", len(published) * batch.block_bytes)
 
-    def release(self, batch: BlockBatch) -> None:
-        """Release a batch's slots: its bytes were copied."""
-        if batch in self._batches:
-            self._batches.remove(batch)
-            unhold(self._state, batch.segment, flat(batch.slots))
-
     def _end(self, batch: BlockBatch) -> I64:
-        """Release a batch's slots unless they are; return the blocks that still live."""
+        """Release a batch's slots; return the blocks that still live."""
         heads = batch.slots[:, 0]
         alive = self._state.table.generation[heads] == batch.generations
-        self.release(batch)
+        self._batches.remove(batch)
+        unhold(self._state, batch.segment, flat(batch.slots))
         live: I64 = heads[alive]
         return live
 

@@ -173,7 +173,7 @@ class Snapshot(Stats):
     eviction_ages: Histogram
     tier: TierFigures | None
     promotion_s: Histogram | None
-    remotes: list[RemoteFigures]
+    remote: RemoteFigures | None
     publishing_blocks: int
 
     def count(self, name: str) -> int:
@@ -237,7 +237,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         recent=engine.watch.events(),
         rates=engine.watch.rates(),
         curves=engine.miss_ratios.curves(),
-        remotes=[] if tiering is None else list(tiering.tier.remote_figures()),
+        remote=None if tiering is None else tiering.tier.remote_figures(),
         publishing_blocks=engine.core.publishing.waiting,
     )
 

@@ -254,8 +254,6 @@ class Completion:
         final: the slots belong to the caller again. A completion that is not final means that the
             device holds on to its rows (``Failed("stuck")``): callers should stop waiting for
             them, but must not use their slots before the final completion.
-        released: of a store: its slots belong to the caller again, although its outcomes are yet
-            to come; such a completion is not final and has no parts.
         facts: of a load from a tier whose ``look_up`` does not know them, as they were read: rows
             that were not loaded are zero; None where ``look_up`` tells.
         parent_keys: then also the keys of the blocks that these continue, empty for none.
@@ -264,7 +262,6 @@ class Completion:
     ticket: int
     parts: list[tuple[Outcome, I64]]
     final: bool = True
-    released: bool = False
     facts: Facts | None = None
     parent_keys: list[bytes] = field(default_factory=list)
 
@@ -540,9 +537,9 @@ class Tier(Protocol):
         """Return the current figures of a tier of files; None for any other. Never waits."""
         return None
 
-    def remote_figures(self) -> list[RemoteFigures]:
-        """Return the current figures of each remote; none for any other tier. Never waits."""
-        return []
+    def remote_figures(self) -> RemoteFigures | None:
+        """Return the current figures of a remote; None for any other tier. Never waits."""
+        return None
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
-"""The daemon's own tier, if it has one, and the shared tiers behind it act as one tier
-(docs/adr/0017).
+"""The daemon's own tier, if it has one, and the remote behind it act as one tier (docs/adr/0017).
 
-Stores go to the daemon's own tier; blocks are published to shared tiers. A load reads each block
-from the first tier that has it, and falls to the next one where a read fails.
+Stores go to the daemon's own tier; blocks are published to the remote. A load reads each block
+from the first tier that has it, and falls to the remote where a read fails.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +47,7 @@ class _Load:
     Attributes:
         outcomes: outcome of each row as far as is known.
         corrupt: rows that some tier had wrong bytes of.
-        read, parent_keys: facts and keys as read from shared tiers, None and empty for none.
+        read, parent_keys: facts and keys as read from the remote, None and empty for none.
         reading: number of tiers that read rows of it now.
         ends_at: monotonic seconds until which somebody waits for the blocks.
     """
@@ -66,11 +64,10 @@ class _Load:
 
 
 class TierChain(Tier):
-    """Several tiers as one.
+    """A tier and a remote, or a remote alone, as one.
 
     Args:
-        tiers: at most one that is not shared, which comes first, and shared ones; ``close`` closes
-            them.
+        tiers: at most one that is not shared, then one that is; ``close`` closes them.
         clock: monotonic seconds.
     """
 
@@ -78,7 +75,7 @@ class TierChain(Tier):
 
     def __init__(self, tiers: Sequence[Tier], clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers = list(tiers)
-        self._local_count = sum(not tier.shared for tier in tiers)
+        *self._local, self._remote = tiers
         self._clock = clock
         self.counts = self._tiers[0].counts
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -110,27 +107,33 @@ class TierChain(Tier):
 
     @property
     def shared(self) -> bool:
-        return not self._local_count
+        return not self._local
 
     @property
     def life_s(self) -> float:
-        """Shortest life of a block in a shared tier, in seconds; 0 if it has no end in any."""
-        return min(filter(None, (tier.life_s for tier in self._tiers)), default=0.0)
+        """Life of a block at the remote in seconds; 0 if it has no end."""
+        return self._remote.life_s
 
     @property
     def buffer_bytes(self) -> int:
-        shared = self._tiers[self._local_count :]
-        return min((tier.buffer_bytes for tier in shared), default=0)
+        return self._remote.buffer_bytes
 
     @property
     def serving(self) -> bool:
-        """Whether any shared tier answers requests now."""
-        return any(tier.serving for tier in self._tiers[self._local_count :])
+        """Whether the remote answers requests now."""
+        return self._remote.serving
 
     # -- batches -----------------------------------------------------------------------------------
 
     def submit_store(self, batch: StoreBatch) -> int | Throttled:
-        inner = self._tiers[0].submit_store(batch)
+        return self._store(0, batch)
+
+    def publish(self, batch: StoreBatch) -> int | Throttled:
+        """Begin to store a batch at the remote; see ``submit_store``."""
+        return self._store(len(self._local), batch)
+
+    def _store(self, number: int, batch: StoreBatch) -> int | Throttled:
+        inner = self._tiers[number].submit_store(batch)
         if isinstance(inner, Throttled):
             return inner
         ticket = self._new_ticket()
@@ -138,37 +141,7 @@ class TierChain(Tier):
         def ended(done: Completion) -> None:
             self._completions.append(Completion(ticket, done.parts, done.final))
 
-        self._expect(0, inner, ticket, ended)
-        return ticket
-
-    def publish(self, batch: StoreBatch) -> int | Throttled:
-        """Begin to store a batch in all shared tiers; see ``submit_store``. A block is ``Done`` if
-        one of them has it. Refused only if all of them refuse.
-        """
-        inner = [
-            (number, self._tiers[number].submit_store(batch))
-            for number in range(self._local_count, len(self._tiers))
-        ]
-        taken = [(number, each) for number, each in inner if not isinstance(each, Throttled)]
-        if not taken:
-            return next(each for _, each in inner if isinstance(each, Throttled))
-        ticket, left, copying = self._new_ticket(), len(taken), {each for each, _ in taken}
-        outcomes: list[Outcome] = [Missing()] * len(batch.keys)
-
-        def ended(number: int, done: Completion) -> None:
-            nonlocal left
-            left -= done.final
-            if number in copying and (done.final or done.released):
-                copying.discard(number)
-                if not copying and left:
-                    self._completions.append(Completion(ticket, [], final=False, released=True))
-            for outcome, rows in done.parts if done.final else ():
-                _note(outcomes, rows, outcome)
-            if not left:
-                self._completions.append(Completion(ticket, gather(outcomes)))
-
-        for number, each in taken:
-            self._expect(number, each, ticket, partial(ended, number))
+        self._expect(number, inner, ticket, ended)
         return ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
@@ -229,7 +202,7 @@ class TierChain(Tier):
         self._end_if_read(load)
 
     def _learn(self, load: _Load, rows: I64, done: Completion) -> None:
-        """Take over the facts that came with the blocks of a shared tier."""
+        """Take over the facts that came with the blocks of the remote."""
         if done.facts is None:
             return
         count = len(load.batch.keys)
@@ -310,27 +283,13 @@ class TierChain(Tier):
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         """Return the facts of blocks in the daemon's own tier."""
-        if not self._local_count:
+        if not self._local:
             return Facts.none(family, len(keys))
-        return self._tiers[0].look_up(family, keys)
+        return self._local[0].look_up(family, keys)
 
     def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
-        """Return what the shared tiers know of a chain's blocks. They are asked in order, each
-        about what the ones before do not have.
-        """
-        first, *others = self._tiers[self._local_count :]
-        present, asking = first.ask(family, keys, window)
-        for tier in others:
-            absent = ~present if asking is None else ~(present | asking)
-            rows = np.flatnonzero(absent)
-            if not len(rows):
-                break
-            found = tier.ask(family, [keys[row] for row in rows.tolist()], window)
-            present[rows] = found.present
-            if found.asking is not None:
-                asking = np.zeros(len(keys), np.bool_) if asking is None else asking
-                asking[rows] = found.asking
-        return Known(present, asking)
+        """Return what the remote knows of a chain's blocks."""
+        return self._remote.ask(family, keys, window)
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Stop serving these keys; return how many copies there were."""
@@ -392,13 +351,12 @@ class TierChain(Tier):
         return [path for tier in self._tiers for path in tier.directories]
 
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
-        """Estimate for the first tier; for a shared one, see ``shared_estimate_s``."""
+        """Estimate for the first tier; for the remote, see ``remote_estimate_s``."""
         return self._tiers[0].estimate_s(loads, waiting)
 
-    def shared_estimate_s(self, loads: Sequence[tuple[BlockSpec, int]]) -> float:
-        """Estimate the seconds that loading from the slowest shared tier would take."""
-        shared = self._tiers[self._local_count :]
-        return max((tier.estimate_s(loads) for tier in shared), default=0.0)
+    def remote_estimate_s(self, loads: Sequence[tuple[BlockSpec, int]]) -> float:
+        """Estimate the seconds that loading from the remote would take."""
+        return self._remote.estimate_s(loads)
 
     def problems(self) -> Mapping[Kind, str]:
         return {kind: message for tier in self._tiers for kind, message in tier.problems().items()}
@@ -406,8 +364,8 @@ class TierChain(Tier):
     def figures(self) -> TierFigures | None:
         return next(filter(None, (tier.figures() for tier in self._tiers)), None)
 
-    def remote_figures(self) -> list[RemoteFigures]:
-        return [figures for tier in self._tiers for figures in tier.remote_figures()]
+    def remote_figures(self) -> RemoteFigures | None:
+        return self._remote.remote_figures()
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -429,10 +387,3 @@ def _note(outcomes: list[Outcome], rows: I64, outcome: Outcome) -> None:
     for row in rows.tolist():
         if isinstance(outcome, Done) or isinstance(outcomes[row], Missing):
             outcomes[row] = outcome
-
-
-def _absent(tiers: Sequence[Tier], family: BlockSpec, keys: list[bytes]) -> list[bytes]:
-    for tier in tiers:
-        gone = ~tier.look_up(family, keys).present
-        keys = [key for key, away in zip(keys, gone.tolist(), strict=True) if away]
-    return keys

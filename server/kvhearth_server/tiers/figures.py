@@ -109,10 +109,8 @@ class RemoteFigures:
         asking: bisections under way.
         reading, writing: batches under way.
         round_trip_s, read_bytes_per_s: moving averages.
-        cost: estimate from the configured prices, since the start.
         counts: the tier's counters since the start, and the mover's as ``mover_NAME``.
         seconds: time of requests by kind.
-        tenants: counters ``sent_bytes`` and ``refused_blocks`` by tenant.
     """
 
     name: str
@@ -127,12 +125,10 @@ class RemoteFigures:
     asking: int
     reading: int
     writing: int
-    cost: float
     round_trip_s: float
     read_bytes_per_s: float
     counts: Mapping[str, int]
     seconds: Mapping[str, float]
-    tenants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def count(self, name: str) -> int:
         """Return a counter; 0 where nothing was counted."""

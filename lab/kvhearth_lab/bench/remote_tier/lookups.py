@@ -81,9 +81,9 @@ class _Side:
         return sum(map(float, _ASKED.findall(text)))
 
 
-def _opened(undo: contextlib.ExitStack, remotes: list[str]) -> _Side:
+def _opened(undo: contextlib.ExitStack, remote: str) -> _Side:
     daemon = undo.enter_context(
-        served(memory="64MiB", remote=remotes, remote_write="never", http="127.0.0.1:0")
+        served(memory="64MiB", remote=remote, remote_write="never", http="127.0.0.1:0")
     )
     address = str(daemon.ready()["http"])
     made, seed = contract(_PAGE_BYTES), secrets.token_bytes(16)
@@ -114,12 +114,12 @@ def lookup_part(null: str, dead_port: int, rounds: int) -> dict[str, float]:
     with contextlib.ExitStack() as undo:
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvh-"))
         remotes = {
-            "none": [],
-            "warm": [f"file://{folder}"],
-            "dead": [f"valkey://127.0.0.1:{dead_port}/kv"],
-            "stalled": [undo.enter_context(_silent())],
+            "none": "",
+            "warm": f"file://{folder}",
+            "dead": f"valkey://127.0.0.1:{dead_port}/kv",
+            "stalled": undo.enter_context(_silent()),
         }
-        sides = {name: _opened(undo, urls) for name, urls in remotes.items()}
+        sides = {name: _opened(undo, url) for name, url in remotes.items()}
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in steps(-(-rounds // _SERIES), f"lookups of {_KEYS} keys"):
             for name, side in sides.items():
@@ -129,7 +129,7 @@ def lookup_part(null: str, dead_port: int, rounds: int) -> dict[str, float]:
             f"lookup_{name}_ratio": round(p50(times[name]) / base, 3)
             for name in ("warm", "dead", "stalled")
         }
-        cold = _opened(undo, [null])
+        cold = _opened(undo, null)
         time.sleep(_FRESH_S)
         before = cold.asked_keys()
         cold.ask(known=False)

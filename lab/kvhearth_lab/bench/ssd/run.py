@@ -168,7 +168,7 @@ def run(
     """Measure everything on the drive of ``folder`` and return the object that the verb prints.
 
     Args:
-        interface: auto, io_uring, libaio or threads.
+        interface: auto, libaio or threads.
         peers: interpreters of the peers' environments, by name.
 
     Raises:

@@ -227,9 +227,9 @@ class Tiering:
         loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
         seconds = self.tier.estimate_s(loads, self._promoter.records) if loads else 0.0
         if self._shared is not None and remote:
-            seconds = max(seconds, self._shared.shared_estimate_s(loads))
+            seconds = max(seconds, self._shared.remote_estimate_s(loads))
         if self._shared is not None and asking:
-            seconds = max(seconds, ASKING_ROUNDS * self._shared.shared_estimate_s([]))
+            seconds = max(seconds, ASKING_ROUNDS * self._shared.remote_estimate_s([]))
         return max(1, round(seconds * 1e6)) if loads or asking else 0
 
     def family(self, namespace: Namespace, kv_group: int) -> BlockSpec:

@@ -118,9 +118,7 @@ class Publisher:
             return self._left(completion)
         if self._stalled:
             self._stalled, self._again_at = False, 0.0
-        if completion.released:
-            self._call(self._core.publishing.release, batch)
-        elif completion.final:
+        if completion.final:
             del self._stores[completion.ticket]
             state = self._core.state
             for outcome, rows in completion.parts:

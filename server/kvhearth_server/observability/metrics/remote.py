@@ -26,8 +26,12 @@ _REFUSED = {
 }
 
 
+def _remotes(now: Snapshot) -> list[RemoteFigures]:
+    return [] if now.remote is None else [now.remote]
+
+
 def _each(get: Callable[[RemoteFigures], float]) -> Read:
-    return lambda now: [((each.name,), get(each)) for each in now.remotes]
+    return lambda now: [((each.name,), get(each)) for each in _remotes(now)]
 
 
 def _count(name: str) -> Read:
@@ -37,27 +41,19 @@ def _count(name: str) -> Read:
 def _by_word(names: Mapping[str, str]) -> Read:
     return lambda now: [
         ((each.name, word), each.count(name))
-        for each in now.remotes
+        for each in _remotes(now)
         for word, name in names.items()
     ]
 
 
-def _of_tenants(name: str) -> Read:
-    return lambda now: [
-        ((each.name, tenant), counts.get(name, 0))
-        for each in now.remotes
-        for tenant, counts in each.tenants.items()
-    ]
-
-
 def _seconds(now: Snapshot) -> Samples:
-    for each in now.remotes:
+    for each in _remotes(now):
         for kind in _KINDS:
             yield (each.name, kind), each.seconds.get(kind, 0.0)
 
 
 def _refused(now: Snapshot) -> Samples:
-    for each in now.remotes:
+    for each in _remotes(now):
         for direction, reasons in _REFUSED.items():
             for reason in reasons:
                 name = f"{direction}s_refused_{reason}"
@@ -156,29 +152,6 @@ REMOTE: tuple[Metric, ...] = (
         unit="blocks",
     ),
     Metric(
-        "kvhearth_remote_tenant_bytes_total",
-        "Payload sent to a remote, by tenant.",
-        "Whose blocks use the bounds up. While several tenants publish, each has an equal part.",
-        _of_tenants("sent_bytes"),
-        ("remote", "tenant"),
-    ),
-    Metric(
-        "kvhearth_remote_tenant_refused_blocks_total",
-        "Blocks of a tenant that a bound on bytes or requests did not let through at once.",
-        "A tenant that publishes more than its part.",
-        _of_tenants("refused_blocks"),
-        ("remote", "tenant"),
-        unit="blocks",
-    ),
-    Metric(
-        "kvhearth_remote_cost_dollars_total",
-        "Estimated price of the requests and bytes, from remote_put_price, remote_get_price and "
-        "remote_gib_price.",
-        "What the remote costs this host.",
-        _each(lambda each: each.cost),
-        ("remote",),
-    ),
-    Metric(
         "kvhearth_remote_cache_lookups_total",
         "Keys of lookups that memory and SSD lack, by whether the existence cache knew of them.",
         "Most should be known: the others cost requests.",
@@ -189,7 +162,7 @@ REMOTE: tuple[Metric, ...] = (
     Metric(
         "kvhearth_remote_cache_entries",
         "Entries of the existence cache.",
-        "At the bound of a million, entries are lost early.",
+        "At the bound of 131,072, entries are lost early.",
         _each(lambda each: each.cache_entries),
         ("remote",),
     ),
@@ -206,7 +179,7 @@ REMOTE: tuple[Metric, ...] = (
         "What the remote is doing.",
         lambda now: [
             ((each.name, word), count)
-            for each in now.remotes
+            for each in _remotes(now)
             for word, count in (("reading", each.reading), ("writing", each.writing))
         ],
         ("remote", "direction"),
@@ -217,7 +190,7 @@ REMOTE: tuple[Metric, ...] = (
         "No free bytes: blocks are skipped; raise remote_staging.",
         lambda now: [
             ((each.name, word), size)
-            for each in now.remotes
+            for each in _remotes(now)
             for word, size in (
                 ("free", each.staging_free_bytes),
                 ("used", each.staging_bytes - each.staging_free_bytes),

@@ -19,7 +19,7 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.figures import DirectoryFigures, TierFigures
 
-INTERFACES = ("io_uring", "libaio", "threads")
+INTERFACES = ("libaio", "threads")
 PROBLEMS = (
     *("buffered", "capped", "io", "no_descriptors", "no_space", "not_writable", "passed_over"),
     *("read_only", "short", "slow", "stuck", "unusable"),
@@ -88,7 +88,7 @@ SSD: tuple[Metric, ...] = (
     Metric(
         "kvhearth_ssd_interface_info",
         "1 for the kernel interface that disk I/O goes through, 0 for the others.",
-        "A daemon that had to step down from io_uring.",
+        "A daemon that had to step down from libaio.",
         of_ssd(lambda tier: [((name,), name == tier.interface) for name in INTERFACES]),
         ("interface",),
         unit="1",

@@ -64,7 +64,7 @@ class Get(Exists):
 
 @dataclass(frozen=True)
 class Put(Get):
-    """Blocks to publish; their slots must not change before the answer that is ``copied`` or final.
+    """Blocks to publish; their slots must not change before the final answer.
 
     Attributes:
         checksums: xxh3_128 of each shard, ``V16`` (n, shards).
@@ -86,8 +86,6 @@ class Answer:
         outcomes: one for each key.
         final: the slots belong to the caller again. An answer that is not final tells outcomes at
             the deadline, while the mover may still write to the slots.
-        copied: of a ``Put``: its slots belong to the caller again, since the bytes are in staging;
-            such an answer has no outcomes, and another one follows.
         checksums: of a ``Get``: as read from the records, ``V16`` (n, shards), zero where not
             ``Done``; otherwise None.
         parents: of a ``Get``: keys of the blocks that these continue, empty for none; otherwise
@@ -97,7 +95,6 @@ class Answer:
     ticket: int
     outcomes: list[Outcome]
     final: bool = True
-    copied: bool = False
     checksums: Records | None = None
     parents: list[bytes] = field(default_factory=list)
 

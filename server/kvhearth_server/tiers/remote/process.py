@@ -62,7 +62,7 @@ _KILLS_MANY = 3
 _KILLS_WITHIN_S = 60.0
 _RECEIVE_BYTES = 1 << 20
 _LOCK_BYTE = 1 << 40
-"""First of the movers' lock bytes, far behind those of clients."""
+"""The mover's lock byte, far behind those of clients."""
 _log = get_logger("kvhearth.remote")
 
 
@@ -84,7 +84,6 @@ class _Pending:
 
     work: Work
     told: bool = False
-    copied: bool = False
 
     @property
     def failed(self) -> list[Outcome]:
@@ -120,7 +119,6 @@ class ProcessMover:
         fleet_key: secret of the fleet, of which the names are made.
         regions: arena segments, in the order of their numbers.
         staging_bytes: memory of the helper through which all bytes pass.
-        index: number of this remote in the daemon, from 0.
         log_level, log_format: of the helper's log.
 
     Attributes:
@@ -134,7 +132,6 @@ class ProcessMover:
         regions: Sequence[Region],
         staging_bytes: int = 256 << 20,
         *,
-        index: int = 0,
         log_level: str = "info",
         log_format: str = "auto",
     ) -> None:
@@ -142,7 +139,6 @@ class ProcessMover:
         self.starting = f"the helper process of {url.place} starts"
         self._fleet_key = fleet_key
         self._regions = regions
-        self._lock_byte = _LOCK_BYTE + index
         self._log_settings = {"log_level": log_level, "log_format": log_format}
         self._staging = Staging(staging_bytes)
         self._counts = Counts()
@@ -257,7 +253,7 @@ class ProcessMover:
                 undo.callback(theirs.close)
                 regions = []
                 for region in self._regions:
-                    descriptor = region.lock_client_byte(self._lock_byte)
+                    descriptor = region.lock_client_byte(_LOCK_BYTE)
                     undo.callback(os.close, descriptor)
                     regions.append([descriptor, region.bytes])
                 process = subprocess.Popen(
@@ -333,7 +329,7 @@ class ProcessMover:
 
     def _mapped(self) -> bool:
         """Whether any process still maps the arena by what the helper was given."""
-        return any(region.client_byte_held(self._lock_byte) for region in self._regions)
+        return any(region.client_byte_held(_LOCK_BYTE) for region in self._regions)
 
     def _bury(self, child: _Child) -> None:
         """Give final answers to everything that the helper had, and have another one started."""
@@ -403,10 +399,6 @@ class ProcessMover:
             self._counts.add(name, amount)
         pending = self._pending.get(head["ticket"])
         if pending is None:
-            return
-        if head["kind"] == "copied":
-            pending.copied = True
-            self._ready.append(Answer(pending.work.ticket, [], final=False, copied=True))
             return
         results = decode_results(head, body)
         told = pending.failed if pending.told else results.outcomes

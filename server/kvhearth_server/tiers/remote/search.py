@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from kvhearth_server.tiers.base import BlockSpec, Counts, Done, Failed, Failure
 from kvhearth_server.tiers.remote.cache import NO, YES, ExistenceCache, States
@@ -26,7 +25,6 @@ SEARCHES_MAX = 256
 FAILED_S = 1.0
 """Time for which blocks that could not be asked about count as absent."""
 
-_U64 = npt.NDArray[np.uint64]
 Submit = Callable[[Exists, Callable[[Answer], None]], bool]
 """Sends a request and calls the function with its answer; false if it cannot be sent."""
 
@@ -40,7 +38,7 @@ class _Search:
     family: BlockSpec
     space: str
     keys: list[bytes]
-    hashes: _U64
+    names: list[bytes]
     low: int
     high: int
     window: int = 0
@@ -61,28 +59,34 @@ class Searches:
     ) -> None:
         self._cache, self._counts = cache, counts
         self._submit, self._clock = submit, clock
-        self._by_first: dict[int, _Search] = {}
+        self._by_first: dict[bytes, _Search] = {}
 
     def __len__(self) -> int:
         return len(self._by_first)
 
     def begin(
-        self, family: BlockSpec, space: str, keys: list[bytes], hashes: _U64, window: int = 0
+        self,
+        family: BlockSpec,
+        space: str,
+        keys: list[bytes],
+        names: list[bytes],
+        window: int = 0,
     ) -> bool:
         """Begin to find the end of a chain of unknown keys, unless a search with the same first key
         is under way. Return false if there are too many, or the remote cannot be asked.
 
         Args:
+            names: those of the keys in the cache.
             window: blocks at its end that a hit needs; 0 for all.
         """
-        first = int(hashes[0])
+        first = names[0]
         if first in self._by_first:
             self._counts.add("probes_merged")
             return True
         if len(self._by_first) >= SEARCHES_MAX:
             self._counts.add("probes_refused")
             return False
-        search = _Search(family, space, keys, hashes, 0, len(keys), window)
+        search = _Search(family, space, keys, names, 0, len(keys), window)
         self._by_first[first] = search
         self._counts.add("probes")
         return self._step(search)
@@ -117,11 +121,11 @@ class Searches:
             self._end(search, known=True)
 
     def _end(self, search: _Search, *, known: bool) -> None:
-        del self._by_first[int(search.hashes[0])]
+        del self._by_first[search.names[0]]
         now, end = self._clock(), search.low
         first = max(0, end - search.window) if search.window else 0
-        self._cache.note(search.hashes[first:end], True, now)
-        self._cache.note(search.hashes[end:], False, now, for_s=0.0 if known else FAILED_S)
+        self._cache.note(search.names[first:end], True, now)
+        self._cache.note(search.names[end:], False, now, for_s=0.0 if known else FAILED_S)
         if not known:
             self._counts.add("probes_failed")
 

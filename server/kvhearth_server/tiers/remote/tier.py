@@ -48,7 +48,7 @@ from kvhearth_server.tiers.base import (
 from kvhearth_server.tiers.figures import RemoteFigures
 from kvhearth_server.tiers.remote.bounds import Bounds, Limits
 from kvhearth_server.tiers.remote.breaker import Breaker
-from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache, Hasher
+from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
 from kvhearth_server.tiers.remote.names import space_name
 from kvhearth_server.tiers.remote.record import Suspect
@@ -69,23 +69,13 @@ _BYTES_PER_S = 100e6
 _WEIGHT = 0.2
 _SPACES_MAX = 4096
 
-_U64 = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices of a million writes, of a million reads and existence checks, and of a GiB read."""
-
-    put: float = 0.0
-    get: float = 0.0
-    gib: float = 0.0
-
 
 @dataclass(eq=False)
 class _Batch:
     """A batch of the caller's.
 
     Attributes:
+        names: of its blocks in the existence cache.
         rows: those that the mover was asked for.
         outcomes: one for each row of the batch.
         told: whether a completion that is not final was reported.
@@ -93,11 +83,15 @@ class _Batch:
 
     ticket: int
     batch: LoadBatch
-    hashes: _U64
+    names: list[bytes]
     rows: I64
     outcomes: list[Outcome]
     began: float
     told: bool = False
+
+    def names_of(self, rows: I64) -> list[bytes]:
+        """Return the names of some rows of the batch."""
+        return [self.names[row] for row in rows.tolist()]
 
 
 class RemoteTier(Tier):
@@ -109,7 +103,6 @@ class RemoteTier(Tier):
         label: the remote's URL without secrets, for people.
         fleet_key: secret that names are made with; the same on all hosts of a fleet.
         limits: bounds of what is published.
-        prices: for the estimated cost.
         cache: existence cache; by default one of its own.
         clock: monotonic seconds.
 
@@ -130,7 +123,6 @@ class RemoteTier(Tier):
         fleet_key: bytes,
         limits: Limits | None = None,
         *,
-        prices: Prices | None = None,
         cache: ExistenceCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -138,12 +130,10 @@ class RemoteTier(Tier):
         self.counts = Counts()
         self.breaker = Breaker()
         self._regions, self._clock = list(regions), clock
-        self._fleet_key, self._prices = fleet_key, prices or Prices()
+        self._fleet_key = fleet_key
         self._identify: Identify = lambda family: None
         self._names: dict[tuple[Identity, int], str] = {}
-        self._cache, self._hasher = cache or ExistenceCache(), Hasher()
-        self._starts: dict[tuple[str, int, int], int] = {}
-        self._by_tenant: dict[str, Counts] = {}
+        self._cache = cache or ExistenceCache()
         self.use_limits(limits or Limits())
         self._ended: dict[int, tuple[str, float, Callable[[Answer], None]]] = {}
         """Kind, begin and handler of each request to the mover, by its ticket."""
@@ -208,22 +198,18 @@ class RemoteTier(Tier):
             return self._refused("stores", len(batch.keys), refusal)
         family, now = batch.family, self._clock()
         size = family.length * family.shards
-        hashes = self._hashes(space, family, batch.keys)
+        names = _names(space, family, batch.keys)
         caps = self.mover.state.caps
         if caps is not None and size > caps.value_bytes_max:
             return self._refused("stores", len(batch.keys), Throttled(Refusal.TOO_LARGE))
         renew = batch.renew and self.life_s > 0
-        there = (self._cache.look(hashes, now) == YES) & (not renew)
+        there = (self._cache.look(names, now) == YES) & (not renew)
         rows = np.flatnonzero(~there)
-        store = _Batch(self._new_ticket(), batch, hashes, rows, [Done()] * len(batch.keys), now)
+        store = _Batch(self._new_ticket(), batch, names, rows, [Done()] * len(batch.keys), now)
         if not len(rows):
             self.counts.add("stores_present", len(batch.keys))
             return self._finish(store)
-        identity = self._identify(family)
-        tenant = identity.tenant if identity is not None else ""
-        mine = self._by_tenant.setdefault(tenant, Counts())
         if (held := self._bounds.held_back(now)) is not None:
-            mine.add("refused_blocks", len(batch.keys))
             return self._refused("stores", len(batch.keys), held)
         keys = [batch.keys[row] for row in rows.tolist()]
         parents = batch.parent_keys or [b""] * len(batch.keys)
@@ -243,7 +229,6 @@ class RemoteTier(Tier):
         self.counts.add("stores_present", len(batch.keys) - len(rows))
         self._inner[store.ticket] = ticket
         self._bounds.take(size * len(rows), len(rows))
-        mine.add("sent_bytes", size * len(rows))
         return store.ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
@@ -255,11 +240,11 @@ class RemoteTier(Tier):
         if refusal is not None:
             return self._refused("loads", len(batch.keys), refusal)
         family, count = batch.family, len(batch.keys)
-        hashes, now = self._hashes(space, family, batch.keys), self._clock()
-        absent = np.flatnonzero(self._cache.look(hashes, now) == NO)
+        names, now = _names(space, family, batch.keys), self._clock()
+        absent = np.flatnonzero(self._cache.look(names, now) == NO)
         end = 0 if not space else int(absent[0]) if len(absent) else count
         missing: list[Outcome] = [Missing()] * count
-        load = _Batch(self._new_ticket(), batch, hashes, np.arange(end), missing, now)
+        load = _Batch(self._new_ticket(), batch, names, np.arange(end), missing, now)
         if not end:
             return self._finish(load)
         if self.estimate_s([(family, end)]) > batch.wait_s:
@@ -371,12 +356,11 @@ class RemoteTier(Tier):
 
     def _stored(self, store: _Batch, answer: Answer) -> None:
         if not self._is_final(store, answer):
-            hit("remote.put_staged")
             return
         hit("remote.put_done")
         done = _are(answer.outcomes, Done)
         family, now = store.batch.family, self._clock()
-        self._cache.note(store.hashes[store.rows[done]], True, now)
+        self._cache.note(store.names_of(store.rows[done]), True, now)
         self.counts.add("stored_blocks", int(done.sum()))
         self.counts.add("stored_bytes", int(done.sum()) * family.length * family.shards)
         self._complete(store, answer)
@@ -392,8 +376,8 @@ class RemoteTier(Tier):
         first = int(gone.argmax()) if gone.any() else len(gone)
         # Rows after the first miss were not asked for: only what failed is certainly away.
         failed = np.flatnonzero(gone[: first + 1])
-        self._cache.note(load.hashes[load.rows[failed]], False, now)
-        self._cache.note(load.hashes[load.rows[done]], True, now)
+        self._cache.note(load.names_of(load.rows[failed]), False, now)
+        self._cache.note(load.names_of(load.rows[done]), True, now)
         size = int(done.sum()) * family.length * family.shards
         if size:
             speed = size / max(1e-6, now - load.began - self._round_trip_s / 2)
@@ -414,15 +398,13 @@ class RemoteTier(Tier):
     def _remove_wrong(self, load: _Batch, rows: I64) -> None:
         """Delete blocks with wrong bytes, so that nobody reads them again."""
         keys = [load.batch.keys[row] for row in rows.tolist()]
-        self._cache.note(load.hashes[rows], False, self._clock())
+        self._cache.note(load.names_of(rows), False, self._clock())
         self._delete(load.batch.family, keys)
 
     def _is_final(self, batch: _Batch, answer: Answer) -> bool:
         if answer.final:
             return True
-        if answer.copied:
-            self._completions.append(Completion(batch.ticket, [], final=False, released=True))
-        elif not batch.told:
+        if not batch.told:
             batch.told = True
             parts = [(outcome, batch.rows[rows]) for outcome, rows in gather(answer.outcomes)]
             self._completions.append(Completion(batch.ticket, parts, final=False))
@@ -452,7 +434,7 @@ class RemoteTier(Tier):
         space = self._space_of(family) if len(keys) and self.serving else ""
         if not space:
             return facts
-        states = self._cache.look(self._hashes(space, family, keys), self._clock())
+        states = self._cache.look(_names(space, family, keys), self._clock())
         return Facts(
             states == YES, facts.checksums, facts.sequences, facts.parents, states == UNKNOWN
         )
@@ -468,12 +450,12 @@ class RemoteTier(Tier):
         space = self._space_of(family) if len(keys) and self.serving else ""
         if not space:
             return Known(np.zeros(len(keys), np.bool_), None)
-        first = 0 if window else self._hasher.hash_one(keys[0], self._start(space, family))
-        if not window and self._cache.is_absent(first, self._clock()):
+        now = self._clock()
+        if not window and self._cache.state(_names(space, family, keys[:1])[0], now) == NO:
             self.counts.add("cache_hits", len(keys))
             return Known(np.zeros(len(keys), np.bool_), None)
-        hashes = self._hashes(space, family, keys)
-        states = self._cache.look(hashes, self._clock())
+        names = _names(space, family, keys)
+        states = self._cache.look(names, now)
         low, high = unknown_of_window(states) if window else unknown(states)
         present = states == YES
         if window:
@@ -486,7 +468,7 @@ class RemoteTier(Tier):
             return Known(present, None)
         self.counts.add("cache_misses", high - low)
         asked = list(keys[low:high])
-        if not self._searches.begin(family, space, asked, hashes[low:high], window):
+        if not self._searches.begin(family, space, asked, names[low:high], window):
             return Known(present, None)
         asking = np.zeros(len(keys), np.bool_)
         asking[low:high] = True
@@ -510,20 +492,6 @@ class RemoteTier(Tier):
     def take_evicted(self) -> list[Evicted]:
         evicted, self._evicted = self._evicted, []
         return evicted
-
-    def _hashes(self, space: str, family: BlockSpec, keys: Sequence[bytes]) -> _U64:
-        return self._hasher.hashes(keys, self._start(space, family))
-
-    def _start(self, space: str, family: BlockSpec) -> int:
-        """Return the number from which keys of a family are hashed."""
-        name = (space, family.length, family.shards)
-        start = self._starts.get(name)
-        if start is None:
-            if len(self._starts) >= _SPACES_MAX:
-                self._starts.clear()
-            digest = hashlib.sha256(repr(name).encode()).digest()
-            start = self._starts[name] = int.from_bytes(digest[:8], "little")
-        return start
 
     # -- status ------------------------------------------------------------------------------------
 
@@ -571,9 +539,9 @@ class RemoteTier(Tier):
         )
         return {Kind(self.label, "suspect", REMOTE): text}
 
-    def remote_figures(self) -> list[RemoteFigures]:
+    def remote_figures(self) -> RemoteFigures:
         state, kinds = self.mover.state, [kind for kind, _, _ in self._ended.values()]
-        now = RemoteFigures(
+        return RemoteFigures(
             name=self.label,
             problem=next(iter(self.problems().values()), ""),
             breaker_open=self.breaker.is_open,
@@ -581,29 +549,20 @@ class RemoteTier(Tier):
             mover_restarts=state.restarts,
             staging_bytes=state.staging_bytes,
             staging_free_bytes=state.staging_free_bytes,
-            cache_entries=self._cache.entries(self._clock()),
+            cache_entries=self._cache.entries,
             cache_entries_max=self._cache.entries_max,
             asking=len(self._searches),
             reading=kinds.count("get"),
             writing=kinds.count("put"),
             round_trip_s=self._round_trip_s,
             read_bytes_per_s=self._bytes_per_s,
-            cost=self._cost(),
             counts={
                 **self.counts.values,
                 "breaker_openings": self.breaker.openings,
                 **{f"mover_{name}": count for name, count in state.counts.items()},
             },
             seconds=dict(self._seconds),
-            tenants={name: dict(each.values) for name, each in self._by_tenant.items()},
         )
-        return [now]
-
-    def _cost(self) -> float:
-        counts, prices = self.counts, self._prices
-        reads = counts["get_keys"] + counts["exists_keys"] + counts["delete_keys"]
-        requests = counts["put_keys"] * prices.put + reads * prices.get
-        return requests / 1e6 + counts["loaded_bytes"] / (1 << 30) * prices.gib
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -623,6 +582,13 @@ class RemoteTier(Tier):
             self.mover.close()
             self._events.close()
             os.close(self._wake)
+
+
+def _names(space: str, family: BlockSpec, keys: Sequence[bytes]) -> list[bytes]:
+    """Return the names of blocks in the existence cache."""
+    place = f"{space}/{family.length}/{family.shards}".encode()
+    prefix = hashlib.sha256(place).digest()[:8]
+    return [prefix + key for key in keys]
 
 
 def _cancelled(outcome: Outcome) -> bool:

@@ -82,7 +82,7 @@ class SsdSettings:
         places: existing directories; records are striped across them.
         segment_bytes: segment size of new directories, 0 for ``segment_bytes_for``; a directory
             that has segments keeps its size.
-        interface: auto, io_uring, libaio or threads.
+        interface: auto, libaio or threads.
         depth: requests in the kernel at once.
         queue_reads, queue_writes: records to read and requests to write that may wait or run
             before ``Throttled("queue")``.

@@ -496,7 +496,7 @@ def _state_lines(engine: Engine) -> list[str]:
         f"{each.populated_bytes} populated"
         for each in now.segments
     ]
-    lines += _ssd_lines(now) + [line for each in now.remotes for line in _remote_lines(each)]
+    lines += _ssd_lines(now) + ([] if now.remote is None else _remote_lines(now.remote))
     lines += [] if gateway is None else [f"[i]{gateway()}"]
     return lines + [f"[!]{about}: {text}" for about, text in engine.notices.items()]
 

@@ -36,7 +36,6 @@ class Movers:
 
     Args:
         cancelled: whether a ticket's request was given up.
-        copied: called in a thread once the slots of a put may change.
         ended: called in a thread with the results of a batch and its counts.
     """
 
@@ -46,11 +45,10 @@ class Movers:
         memory: Memory,
         sealer: Sealer,
         cancelled: Callable[[int], bool],
-        copied: Callable[[Work], None],
         ended: Ended,
     ) -> None:
         self._driver, self._memory, self._sealer = driver, memory, sealer
-        self._cancelled, self._copied, self._ended = cancelled, copied, ended
+        self._cancelled, self._ended = cancelled, ended
         self._sealing = _Threads("kvhearth-sealing", _SEALING_THREADS)
         self._putting = _Threads("kvhearth-putting", driver.parallel)
         self._getting = _Threads("kvhearth-getting", driver.parallel)
@@ -74,7 +72,7 @@ class Movers:
             self._sealing.run(partial(self._seal, names, batch, rows))
 
     def _seal(self, names: list[str], batch: _Batch, rows: Sequence[int]) -> None:
-        """Seal a portion. The slots may change before the last one is on its way."""
+        """Seal a portion."""
         work, good = batch.work, list[int]()
         request = work.request
         assert isinstance(request, Put)
@@ -86,8 +84,6 @@ class Movers:
                     batch.outcomes[row] = Corrupt("source")
             hit("mover.staged")
         finally:
-            if batch.count_sealed():
-                self._copied(work)
             self._putting.run(partial(batch.run, good, self._gone, partial(self._send, names)))
 
     def _send(self, names: list[str], batch: _Batch, rows: Sequence[int]) -> None:
@@ -183,7 +179,7 @@ class _Batch:
         self.results = Results(self.outcomes)
         self._counts: Counter[str] = Counter()
         self._first_miss = len(self.outcomes)
-        self._left = self._unsealed = portions
+        self._left = portions
         self._ended = ended
         self._lock = threading.Lock()
         self._began = time.monotonic()
@@ -192,12 +188,6 @@ class _Batch:
         """Add to a counter."""
         with self._lock:
             self._counts[name] += amount
-
-    def count_sealed(self) -> bool:
-        """Count a portion as sealed; return whether it was the last one."""
-        with self._lock:
-            self._unsealed -= 1
-            return not self._unsealed
 
     def miss(self, row: int, outcome: Outcome) -> None:
         """Take the outcome of a row that did not come. A batch ends at its first miss."""

@@ -63,7 +63,6 @@ class Service:
             memory,
             Sealer(fleet_key),
             self._cancelled.__contains__,
-            self._tell_copied,
             self._answer,
         )
         self._reader = FrameReader()
@@ -193,11 +192,6 @@ class Service:
             size = record_bytes(work.request.family)
             found = await self._driver.exists(names, size, work.deadline)
         self._answer(work, Results(found), Counter())
-
-    def _tell_copied(self, work: Work) -> None:
-        """Tell that a put's slots may change, from any thread."""
-        hit("mover.before_copied")
-        self._send(encode({"kind": "copied", "ticket": work.ticket}))
 
     def _answer(self, work: Work, results: Results, counts: Counter[str]) -> None:
         """Answer a request, from any thread."""

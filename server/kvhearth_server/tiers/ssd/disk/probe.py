@@ -16,7 +16,6 @@ from kvhearth_server.tiers.ssd.disk.queues import (
     Op,
     Request,
     ThreadQueue,
-    UringQueue,
 )
 
 _PROBE_DEPTH = 2
@@ -24,7 +23,6 @@ _PROBE_BYTES = 64
 _PROBE_DEADLINE_S = 2.0
 
 _MAKERS: dict[str, Callable[[int], DiskQueue]] = {
-    "io_uring": UringQueue,
     "libaio": AioQueue,
     "threads": ThreadQueue,
 }
@@ -32,8 +30,7 @@ NAMES = tuple(_MAKERS)
 """Names of all interfaces, best first."""
 
 _WHY = {
-    ("io_uring", errno.EPERM): "not permitted: a seccomp profile or kernel.io_uring_disabled",
-    ("io_uring", errno.ENOMEM): "beyond the memlock limit (ulimit -l)",
+    ("libaio", errno.EPERM): "not permitted: a seccomp profile",
     ("libaio", errno.EAGAIN): "fs.aio-max-nr is used up; raise it with sysctl",
 }
 

@@ -1,4 +1,4 @@
-"""Disk queues: one protocol, and the kernel's interfaces behind it: io_uring, libaio, threads."""
+"""Disk queues: one protocol, and the kernel's interfaces behind it: libaio, threads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import ctypes
 import enum
 import errno
 import itertools
-import mmap
 import os
 import platform
 import queue
 import struct
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 PIECES_MAX = 64
@@ -88,10 +87,6 @@ class DiskQueue(Protocol):
         """Give the queue back to the kernel. Requests in flight still move their bytes."""
 
 
-IO_URING_SETUP = 425
-IO_URING_ENTER = 426
-IO_URING_REGISTER = 427
-
 _AIO_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
 """Numbers of io_setup, io_destroy, io_getevents, io_submit on each platform."""
 
@@ -146,28 +141,6 @@ def aio_numbers() -> tuple[int, int, int, int]:
     if machine not in _AIO_NUMBERS:
         raise OSError(errno.ENOSYS, f"libaio's system calls are not known on {machine}")
     return _AIO_NUMBERS[machine]
-
-
-def _operands(
-    request: Request,
-    opcodes: Mapping[Op, tuple[int, int]],
-    vectors: ctypes.Array[ctypes.c_uint64],
-    slot: int,
-) -> tuple[int, int, int]:
-    """Return opcode, address and length of a request. Several pieces become the slot's ``iovec``
-    array in ``vectors``, which has room for ``PIECES_MAX`` of them for each slot.
-    """
-    single, vectored = opcodes[request.op]  # for one piece, and for several
-    if request.op is Op.SYNC:
-        return single, 0, 0
-    pieces = request.pieces
-    if len(pieces) == 1:
-        return single, *pieces[0]
-    at = slot * PIECES_MAX * 2
-    for number in itertools.chain.from_iterable(pieces):
-        vectors[at] = number
-        at += 1
-    return vectored, ctypes.addressof(vectors) + slot * PIECES_MAX * 16, len(pieces)
 
 
 def make_event() -> int:
@@ -278,7 +251,7 @@ def _move(request: Request) -> int:
 
 
 _AIO_OPCODES = {Op.READ: (0, 7), Op.WRITE: (1, 8), Op.SYNC: (3, 3)}
-
+"""For one piece, and for several."""
 _RESULT_TO_EVENTFD = 1
 _IOCB = struct.Struct("<QIIHhIQQqQII")
 _EVENT = struct.Struct("<QQqq")
@@ -339,10 +312,29 @@ class AioQueue:
     def _fill(self, request: Request) -> int:
         slot = self._free.pop()
         self._tags[slot] = request.tag
-        opcode, address, length = _operands(request, _AIO_OPCODES, self._vectors, slot)
+        opcode, address, length = self._operands(request, slot)
         fields = (slot, 0, 0, opcode, 0, request.fd, address, length, request.offset, 0)
         _IOCB.pack_into(self._iocbs, slot * _IOCB.size, *fields, _RESULT_TO_EVENTFD, self.event_fd)
         return slot
+
+    def _operands(self, request: Request, slot: int) -> tuple[int, int, int]:
+        """Return opcode, address and length of a request. Several pieces become the slot's
+        ``iovec`` array.
+        """
+        single, vectored = _AIO_OPCODES[request.op]
+        if request.op is Op.SYNC:
+            return single, 0, 0
+        if len(request.pieces) == 1:
+            return single, *request.pieces[0]
+        at = slot * PIECES_MAX * 2
+        for number in itertools.chain.from_iterable(request.pieces):
+            self._vectors[at] = number
+            at += 1
+        return (
+            vectored,
+            ctypes.addressof(self._vectors) + slot * PIECES_MAX * 16,
+            len(request.pieces),
+        )
 
     def _hand_over(self, slots: list[int]) -> int:
         for index, slot in enumerate(slots):
@@ -371,133 +363,3 @@ class AioQueue:
             system_call(self._destroy, self._context)
             self._context = 0
             os.close(self.event_fd)
-
-
-_OFF_SQES = 0x10000000
-_FEAT_SINGLE_MMAP = 1
-_REGISTER_EVENTFD = 4
-_FSYNC_DATASYNC = 1
-_URING_OPCODES = {Op.READ: (22, 1), Op.WRITE: (23, 2), Op.SYNC: (3, 3)}
-
-_PARAMS_BYTES = 120
-_SQE = struct.Struct("<BBHiQQIIQHHiQQ")
-_CQE = struct.Struct("<QiI")
-_LATER = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
-
-
-class UringQueue:
-    """A ring of ``depth`` requests, by raw system calls.
-
-    PyPI's ``liburing`` is not used: its wait holds the interpreter lock. Nothing waits here: the
-    ring signals an eventfd, and every system call releases the lock. No buffers are registered,
-    because that would need a memlock limit that daemons seldom have.
-    """
-
-    name = "io_uring"
-
-    def __init__(self, depth: int) -> None:
-        """Raises:
-        OSError: EPERM or ENOSYS where it is not allowed, ENOMEM beyond the memlock limit.
-        """
-        params = (ctypes.c_uint32 * (_PARAMS_BYTES // 4))()
-        self._ring_fd = system_call(IO_URING_SETUP, depth, ctypes.addressof(params))
-        self.event_fd = make_event()
-        self._ring: mmap.mmap | None = None
-        try:
-            self._map(params)
-            event = ctypes.c_int(self.event_fd)
-            where = ctypes.addressof(event)
-            system_call(IO_URING_REGISTER, self._ring_fd, _REGISTER_EVENTFD, where, 1)
-        except OSError:
-            self.close()
-            raise
-        self.depth = depth
-        self._free = list(range(depth - 1, -1, -1))
-        self._tags = [0] * depth
-        self._vectors = (ctypes.c_uint64 * (depth * PIECES_MAX * 2))()
-        self._unentered = 0
-        self._fence = threading.Lock()
-
-    def _map(self, params: ctypes.Array[ctypes.c_uint32]) -> None:
-        if not params[5] & _FEAT_SINGLE_MMAP:
-            raise OSError(errno.ENOSYS, "io_uring of a kernel before 5.4")
-        entries, completions = params[0], params[1]
-        sq, cq = params[10:20], params[20:30]
-        size = max(sq[6] + entries * 4, cq[5] + completions * _CQE.size)
-        self._ring = mmap.mmap(self._ring_fd, size, mmap.MAP_SHARED, 3)
-        sqes = entries * _SQE.size
-        self._sqes = mmap.mmap(self._ring_fd, sqes, mmap.MAP_SHARED, 3, offset=_OFF_SQES)
-        self._words = memoryview(self._ring)[: size // 4 * 4].cast("I")
-        self._sq_tail, self._sq_mask = sq[1] // 4, self._words[sq[2] // 4]
-        self._cq_head, self._cq_tail = cq[0] // 4, cq[1] // 4
-        self._cq_mask, self._cqes = self._words[cq[2] // 4], cq[5]
-        for index in range(entries):
-            self._words[sq[6] // 4 + index] = index
-
-    @property
-    def in_flight(self) -> int:
-        return self.depth - len(self._free)
-
-    def submit(self, requests: Sequence[Request]) -> int:
-        taken = 0
-        for request in requests:
-            if not self._free:
-                break
-            self._push(request)
-            taken += 1
-        self._enter()
-        return taken
-
-    def _push(self, request: Request) -> None:
-        slot = self._free.pop()
-        self._tags[slot] = request.tag
-        opcode, address, length = _operands(request, _URING_OPCODES, self._vectors, slot)
-        flags = _FSYNC_DATASYNC if request.op is Op.SYNC else 0
-        tail = self._words[self._sq_tail]
-        place = (tail & self._sq_mask) * _SQE.size
-        fields = (opcode, 0, 0, request.fd, request.offset, address, length, flags, slot)
-        _SQE.pack_into(self._sqes, place, *fields, 0, 0, 0, 0, 0)
-        self._words[self._sq_tail] = (tail + 1) & 0xFFFF_FFFF
-        self._unentered += 1
-
-    def _enter(self) -> None:
-        while self._unentered:
-            try:
-                self._unentered -= system_call(
-                    IO_URING_ENTER, self._ring_fd, self._unentered, 0, 0, 0, 0
-                )
-            except OSError as error:
-                if error.errno in _LATER:
-                    return  # they stay in the ring; the next call enters them
-                raise
-
-    def reap(self) -> list[Reaped]:
-        reset_event(self.event_fd)
-        if self._unentered:
-            self._enter()
-        ring = self._ring
-        if ring is None:
-            return []
-        head, tail = self._words[self._cq_head], self._words[self._cq_tail]
-        with self._fence:  # the entries are read after the tail, also on weakly ordered processors
-            done = []
-        while head != tail:
-            place = self._cqes + (head & self._cq_mask) * _CQE.size
-            slot, result, _ = _CQE.unpack_from(ring, place)
-            done.append(Reaped(self._tags[slot], result))
-            self._free.append(slot)
-            head = (head + 1) & 0xFFFF_FFFF
-        self._words[self._cq_head] = head
-        return done
-
-    def close(self) -> None:
-        if self._ring_fd < 0:
-            return
-        if self._ring is not None:
-            self._words.release()
-            self._ring.close()
-            self._sqes.close()
-            self._ring = None
-        os.close(self._ring_fd)
-        os.close(self.event_fd)
-        self._ring_fd = -1
