@@ -113,8 +113,6 @@ class Reason(enum.StrEnum):
     SOCKET_UNUSABLE = "socket_unusable"
     CONFIG_INVALID = "config_invalid"
     COPY_FAILED = "copy_failed"
-    # bytes
-    CHECKSUM_MISMATCH = "checksum_mismatch"
 
 
 class ClientReason(enum.StrEnum):
@@ -190,7 +188,6 @@ STATUS: Mapping[Reason, Status] = {
     Reason.SOCKET_UNUSABLE: _PRECONDITION,
     Reason.CONFIG_INVALID: _INVALID,
     Reason.COPY_FAILED: _INTERNAL,
-    Reason.CHECKSUM_MISMATCH: Status(Code.DATA_LOSS, 500),
 }
 
 

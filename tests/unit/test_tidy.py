@@ -1,4 +1,6 @@
-"""Bounds on the length of modules and functions, and constructs that no module may contain."""
+"""Bounds on the length of modules and functions, constructs that no module may contain, and words
+that nothing uses.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from kvhearth.errors import Reason
+from kvhearth_server.config.load import Settings
+from kvhearth_server.observability.metrics import COUNTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 700
@@ -189,3 +195,64 @@ def test_sentences_begin_with_a_verb_or_a_noun() -> None:
             odd[package] += bool(ODD_OPENING.match(sentence))
     assert sum(total.values()) > 5000
     assert {name: odd[name] for name in total if odd[name] >= ODD_SHARE_MAX * total[name]} == {}
+
+
+# -- settings, reasons and counts that nothing in the product uses ---------------------------------
+
+SETTINGS = "server/kvhearth_server/config/model.py"
+ERRORS = "client/kvhearth/errors.py"
+METRICS = "server/kvhearth_server/observability/metrics/"
+GAP = "[a-z_]+"
+"""Pattern of a value in an f-string."""
+LETTERS_LEAST = 5
+"""Letters beside the gaps of a pattern that names anything."""
+
+
+def _product(without: str) -> Iterator[ast.Module]:
+    """Every module of the client and the server, without those of a path."""
+    for name, each in sources(tests=False).items():
+        if name.startswith(("client/", "server/")) and not name.startswith(without):
+            yield each.tree
+
+
+def _attributes(tree: ast.AST) -> set[str]:
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """Patterns of all texts of a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.escape(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+            yield "".join(GAP if part is None else re.escape(str(part)) for part in parts)
+
+
+def test_every_setting_is_used() -> None:
+    used = set[str]().union(*map(_attributes, _product(SETTINGS)))
+    tree = sources()[SETTINGS].tree
+    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    reached = set[str]()
+    while new := (used & methods.keys()) - reached:
+        reached |= new
+        used = used.union(*(_attributes(methods[name]) for name in new))
+    assert sorted(set(Settings.model_fields) - used) == []
+
+
+def test_every_reason_is_given() -> None:
+    given = {
+        node.attr
+        for tree in _product(ERRORS)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Reason"
+    }
+    assert sorted({each.name for each in Reason} - given) == []
+
+
+def test_every_count_is_counted() -> None:
+    texts = {pattern for tree in _product(METRICS) for pattern in _texts(tree)}
+    gaps = [each for each in texts if GAP in each and len(each.replace(GAP, "")) >= LETTERS_LEAST]
+    named = re.compile("|".join(f"(?:{each})" for each in gaps))
+    left = [each for each in COUNTERS if re.escape(each) not in texts and not named.fullmatch(each)]
+    assert left == []
