@@ -49,7 +49,7 @@ def test_the_way_to_a_misss_reason_is_true(user: Reader) -> None:
     assert ": served\n" in told
     assert told.count("is absent: never stored, evicted") == 2
     assert told.count("8 of 8 blocks were there") == 2
-    assert "\nvalid\n" in told
+    assert "\nkeys_max: " in told, "the settings are shown"
     assert not user.arena.exists()
 
 

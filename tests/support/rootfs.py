@@ -164,7 +164,7 @@ def jail(root: Path, folder: Path, arena: Path) -> Iterator[Jail]:
     sockets.mkdir(mode=0o755)
     folder.chmod(0o755)
     made = Jail(root, sockets, arena)
-    probe = made.run("kvhearth", "version")
+    probe = made.run("kvhearth", "--version")
     if probe.returncode and "unshare" in probe.stderr + probe.stdout:
         pytest.skip(f"user namespaces are not permitted here: {probe.stderr.strip()}")
     if probe.returncode and "mount" in probe.stderr:

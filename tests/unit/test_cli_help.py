@@ -41,8 +41,8 @@ def _reported(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_all_verbs_are_there() -> None:
     wanted = {"serve", "stat", "health", "doctor", "ls", "sessions", "leases", "evict", "drain"}
-    wanted |= {"explain", "top", "version"}
-    groups = {("config", "show"), ("config", "sample"), ("config", "validate"), ("bench", "local")}
+    wanted |= {"explain", "top"}
+    groups = {("config", "show"), ("config", "sample"), ("bench", "local")}
     assert {(name,) for name in wanted} | groups <= VERBS.keys()
 
 
@@ -61,10 +61,8 @@ def test_groups_have_examples(capsys: pytest.CaptureFixture[str], words: tuple[s
 
 
 def test_what_people_try_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["version"]) == 0
-    version = capsys.readouterr().out
     assert app.run(["--version"]) == 0
-    assert capsys.readouterr().out == version
+    assert "(protocol " in capsys.readouterr().out
     assert app.run(["-h"]) == 0
     assert "Exit codes" in capsys.readouterr().out
     assert app.run(["stat", "-h"]) == 0
@@ -91,7 +89,7 @@ app.main()
 """A command in a process with a thread that never ends, as a library may leave one."""
 
 
-@pytest.mark.parametrize(("words", "code"), [(["version"], 0), (["stat"], 1), (["nothing"], 2)])
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["stat"], 1), (["nothing"], 2)])
 def test_a_command_ends_with_its_code_and_all_that_it_printed(
     tmp_path: Path, words: list[str], code: int
 ) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.version import __version__
 from kvhearth_server.cli import app
 from kvhearth_server.config.load import Settings, flag_of
 
@@ -51,11 +50,6 @@ def test_help_lists_every_setting() -> None:
     assert "--config" in words
     assert "Example: kvhearth serve --memory 64GiB" in done.stdout
     assert "(default 64MiB)" in done.stdout
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["version"]) == 0
-    assert capsys.readouterr().out.split()[1] == __version__
 
 
 def test_flags_environment_and_file_reach_the_daemon(tmp_path: Path) -> None:

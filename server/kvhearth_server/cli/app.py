@@ -109,12 +109,13 @@ def build() -> typer.Typer:
     app.command("serve", cls=panels.PanelCommand, epilog=serve.EPILOG)(serve.serve)
     app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
     settings = typer.Typer(
-        help="Show, sample or check settings.", epilog=CONFIG_EPILOG, no_args_is_help=True
+        help="Check and show, sample or reload settings.",
+        epilog=CONFIG_EPILOG,
+        no_args_is_help=True,
     )
     settings.command("show", epilog=config.SHOW_EPILOG)(config.show)
     settings.command("sample", epilog=config.SAMPLE_EPILOG)(config.sample)
     settings.command("reload", epilog=config.RELOAD_EPILOG)(config.reload)
-    settings.command("validate", epilog=config.VALIDATE_EPILOG)(config.validate)
     app.add_typer(settings, name="config")
     identities = typer.Typer(
         help="Make or list tokens of engines on other hosts.",
@@ -140,7 +141,6 @@ def build() -> typer.Typer:
     app.command("forget", epilog=admin.FORGET_EPILOG)(admin.forget)
     app.command("drain", epilog=admin.DRAIN_EPILOG)(admin.drain)
     _add_verbs(app)
-    app.command("version", epilog=show.VERSION_EPILOG)(show.version)
     return app
 
 

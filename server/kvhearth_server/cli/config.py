@@ -87,15 +87,27 @@ def _item(value: object) -> object:
     return str(value) if isinstance(value, SsdDir) else value
 
 
-SHOW_EPILOG = "Example: KVHEARTH_MEMORY=64GiB kvhearth config show"
+SHOW_EPILOG = "Example: kvhearth config show kvhearth.yaml"
 SAMPLE_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
-RELOAD_EPILOG = "Example: kvhearth config validate kvhearth.yaml && kvhearth config reload"
-VALIDATE_EPILOG = "Example: kvhearth config validate kvhearth.yaml"
+RELOAD_EPILOG = "Example: kvhearth config reload"
 
 
-def show(config: Config = None, as_json: AsJson = False) -> None:
-    """Print the settings from environment and file as YAML; secrets are masked."""
-    settings = load_settings({}, config)
+def show(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file of settings; same as --config.", metavar="[FILE]"),
+    ] = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the settings from environment and file and print them as YAML, with
+    secrets masked; exit with 2 if they are invalid.
+    """
+    if file is not None and config is not None:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"{file} and --config {config}: name one file")
+    for name in unread_environment():
+        note(f"kvhearth: warning: no setting reads the environment variable {name}")
+    settings = load_settings({}, file or config)
     if as_json:
         say_json(settings.model_dump(mode="json"))
     else:
@@ -112,35 +124,6 @@ def sample(as_json: AsJson = False) -> None:
         )
     else:
         typer.echo(sample_text(), nl=False)
-
-
-def validate(
-    file: Annotated[
-        Path | None,
-        typer.Argument(help="YAML file of settings; same as --config.", metavar="[FILE]"),
-    ] = None,
-    config: Config = None,
-    as_json: AsJson = False,
-) -> None:
-    """Check the settings from environment and file; exit with 2 if they are
-    invalid.
-    """
-    if file is not None and config is not None:
-        raise KVHearthError(Reason.CONFIG_INVALID, f"{file} and --config {config}: name one file")
-    problem = ""
-    try:
-        load_settings({}, file or config)
-    except KVHearthError as error:
-        problem = error.message
-    unread = unread_environment()
-    if as_json:
-        say_json({"valid": not problem, "problem": problem, "unread_environment": unread})
-    for name in unread:
-        note(f"kvhearth: warning: no setting reads the environment variable {name}")
-    if problem:
-        raise KVHearthError(Reason.CONFIG_INVALID, problem)
-    if not as_json:
-        typer.echo("valid")
 
 
 def reload(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:

@@ -1,4 +1,4 @@
-"""Verbs that show one thing each: ``ls``, ``sessions``, ``leases``, ``explain``, ``version``."""
+"""Verbs that show one thing each: ``ls``, ``sessions``, ``leases``, ``explain``. The versions."""
 
 from __future__ import annotations
 
@@ -226,27 +226,16 @@ def _place(place: reports.KeyPlace) -> str:
     )
 
 
-VERSION_EPILOG = "Example: kvhearth version --json"
-
-
-def version(as_json: AsJson = False) -> None:
-    """Print the versions of this distribution and of its protocol."""
-    if as_json:
-        say_json({"version": __version__, "protocol": PROTOCOL_VERSION})
-    else:
-        typer.echo(f"kvhearth {__version__} (protocol {PROTOCOL_VERSION})")
-
-
-def _message(wanted: bool) -> None:
+def _version(wanted: bool) -> None:
     if wanted:
-        version()
+        typer.echo(f"kvhearth {__version__} (protocol {PROTOCOL_VERSION})")
         raise typer.Exit
 
 
 def option(
     wanted: Annotated[
         bool,
-        typer.Option("--version", callback=_message, is_eager=True, help="Print the versions."),
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the versions."),
     ] = False,
 ) -> None:
     """Options of the command itself, before a verb."""
