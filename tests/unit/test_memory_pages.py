@@ -13,7 +13,6 @@ from kvhearth_server.memory.mapping import (
     FilesystemKind,
     HugePool,
     KernelMemory,
-    PageKind,
     filesystem_kind,
 )
 
@@ -203,7 +202,3 @@ def test_huge_option_of_a_tmpfs(tmp_path: Path, option: str) -> None:
         assert kernel.tmpfs_thp_allowed(found) is (option != "never")
         kernel = tree(tmp_path, {f"{THP}/shmem_enabled": "never [deny] force"})
         assert not kernel.tmpfs_thp_allowed(found)
-
-
-def test_which_kinds_are_hugetlb() -> None:
-    assert [kind.is_hugetlb for kind in PageKind] == [True, True, False, False]

@@ -54,11 +54,6 @@ class PageKind(enum.StrEnum):
     THP = "thp"
     BASE = "4KiB"
 
-    @property
-    def is_hugetlb(self) -> bool:
-        """True for pages from the reserved pools, which cannot be taken away or swapped."""
-        return self in (PageKind.HUGE_1G, PageKind.HUGE_2M)
-
 
 class HugepagePolicy(enum.StrEnum):
     """Policy for huge pages.

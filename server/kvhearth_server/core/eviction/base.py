@@ -142,15 +142,6 @@ class PolicyArrays:
         low = chunk.base + chunk.start
         return np.flatnonzero(self.entries[low : chunk.base + chunk.filled]) + low
 
-    def seek(self, chunk: Chunk | None, offset: int) -> tuple[Chunk, int] | None:
-        """First live entry at or after an offset, in this chunk or a later one."""
-        while chunk is not None:
-            for index in range(chunk.base + max(offset, chunk.start), chunk.base + chunk.filled):
-                if self.entries.item(index):
-                    return chunk, index - chunk.base
-            chunk, offset = chunk.after, 0
-        return None
-
     def take_chunk(self, ring: FifoRing) -> Chunk:
         """Take an empty chunk for a ring, reusing a returned one if possible."""
         if self._free:
@@ -185,11 +176,7 @@ _GROUP = 1 << TICK_SHIFT
 
 
 class FifoRing:
-    """Slots in order of pushing, and a hand that may stand anywhere among them.
-
-    The caller guarantees that a pushed slot is in no ring. The hand keeps its place while entries
-    come and go.
-    """
+    """Slots in order of pushing. The caller guarantees that a pushed slot is in no ring."""
 
     def __init__(self, arrays: PolicyArrays) -> None:
         self._arrays = arrays
@@ -197,12 +184,9 @@ class FifoRing:
         self._last: Chunk | None = None
         self.live = 0
         """Slots in the ring; read only."""
-        self._hand: Chunk | None = None
-        self._hand_offset = 0
 
     def push(self, slots: I64) -> None:
         """Append slots of shape (n,), the oldest first."""
-        self._wrap_hand()
         done = 0
         while done < len(slots):
             tail = self._tail_with_room()
@@ -220,8 +204,6 @@ class FifoRing:
 
     def push_one(self, slot: int) -> None:
         """Append one slot; several times as fast as ``push`` of one."""
-        if self._hand is not None:
-            self._wrap_hand()
         tail = self._tail_with_room()
         index = tail.base + tail.filled
         arrays = self._arrays
@@ -254,19 +236,6 @@ class FifoRing:
         self.count(chunk, -1)
         self.settle(chunk)
         target.push_one(slot)
-
-    def peek_hand(self) -> int | None:
-        """The slot at the hand, which returns to the oldest after passing the newest."""
-        arrays = self._arrays
-        found = arrays.seek(self._hand, self._hand_offset) or arrays.seek(self._first, 0)
-        if found is None:
-            return None
-        self._hand, self._hand_offset = found
-        return int(arrays.entries.item(found[0].base + found[1])) - 1
-
-    def step_hand(self) -> None:
-        """Move the hand past the slot just returned by ``peek_hand``."""
-        self._hand_offset += 1
 
     def remove_one(self, slot: int) -> bool:
         """Leave a tombstone for a slot; False (no change) if it is not in this ring."""
@@ -321,15 +290,6 @@ class FifoRing:
             yield chunk
             chunk = chunk.after
 
-    def _wrap_hand(self) -> None:
-        """Before a push, reset a hand that has passed the newest entry to before the oldest.
-
-        Otherwise it would continue into the entries pushed now and, with one push for each
-        eviction, never turn back.
-        """
-        if self._hand is not None and self._arrays.seek(self._hand, self._hand_offset) is None:
-            self._hand = None
-
     def _tail_with_room(self) -> Chunk:
         tail = self._last
         if tail is not None and tail.filled < CHUNK_ENTRIES:
@@ -366,12 +326,10 @@ class FifoRing:
     def _absorb(self, older: Chunk, newer: Chunk) -> Chunk:
         """Merge two neighbours; returns the chunk that stays."""
         if not older.live:
-            self._unlink(older)  # the first chunk, so a hand in it stands before the oldest again
+            self._unlink(older)
             return newer
         if newer.live:
             self._rewrite(older, [older, newer])
-        if self._hand is newer:
-            self._hand, self._hand_offset = older, older.filled
         self._unlink(newer)
         return older
 
@@ -379,12 +337,6 @@ class FifoRing:
         """Write the live entries of chunks, the target first, to the target's beginning."""
         arrays = self._arrays
         indices = np.concatenate([arrays.live_entries(chunk) for chunk in sources])
-        if self._hand in sources:
-            assert self._hand is not None
-            older = sources[0].live if self._hand is not sources[0] else 0
-            own = arrays.live_entries(self._hand)
-            passed = int(np.searchsorted(own, self._hand.base + self._hand_offset))
-            self._hand, self._hand_offset = target, older + passed
         count = len(indices)
         values = arrays.entries[indices]
         ticks = arrays.ticks[indices >> TICK_SHIFT]
@@ -399,8 +351,6 @@ class FifoRing:
         target.start, target.filled, target.live = 0, count, count
 
     def _unlink(self, chunk: Chunk) -> None:
-        if self._hand is chunk:
-            self._hand = None
         if chunk.before is not None:
             chunk.before.after = chunk.after
         else:
