@@ -14,7 +14,6 @@ per block instead of one per fragment:
 from __future__ import annotations
 
 import enum
-import importlib
 import itertools
 import mmap
 from collections.abc import Sequence
@@ -50,7 +49,6 @@ class Part:
         stride_bytes: distance from one page to the next, at least ``run_bytes``.
         start_bytes: offset of the run inside the shard.
         storage: address of the torch storage that holds the part, 0 for numpy.
-        storage_index: index of the registered tensor that owns that storage.
     """
 
     address: int
@@ -58,7 +56,6 @@ class Part:
     stride_bytes: int
     start_bytes: int
     storage: int
-    storage_index: int
 
     @property
     def end_bytes(self) -> int:
@@ -166,45 +163,9 @@ class PagedKV:
                 spans[-1] = last._replace(size_bytes=end - last.address)
         return spans
 
-    def torch_parts(self) -> list[Any]:
-        """Return a zero-copy torch uint8 view of each part's pages, shape (page_count, run_bytes).
-
-        Raises:
-            KVHearthError: ``bad_contract`` if numpy arrays are registered.
-        """
-        return [
-            self._torch_view(part, (self.page_count, part.run_bytes), (part.stride_bytes, 1))
-            for part in self.parts
-        ]
-
-    def torch_stack(self) -> Any | None:
-        """Return a zero-copy torch uint8 view of shape (page_count, parts, run_bytes), or None.
-
-        None unless the pages are stacked upwards in *one* storage: torch has no negative strides
-        and a view cannot reach from one allocation into another.
-
-        Raises:
-            KVHearthError: ``bad_contract`` if numpy arrays are registered.
-        """
-        one_storage = len({part.storage for part in self.parts}) == 1
-        if self.shape is not Shape.STACKED or not one_storage or self._spacing_bytes < 0:
-            return None
-        first = self.parts[0]
-        shape = (self.page_count, len(self.parts), first.run_bytes)
-        return self._torch_view(first, shape, (first.stride_bytes, self._spacing_bytes, 1))
-
     def _require_host(self) -> None:
         if self.device != "cpu":
             raise _bad(f"the tensors are on {self.device}: use the CUDA copier for them")
-
-    def _torch_view(self, part: Part, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        tensor = self._tensors[part.storage_index]
-        if not _is_torch(tensor):
-            raise _bad("numpy arrays are registered: use the host copier for them")
-        torch: Any = importlib.import_module("torch")
-        # Made from the storage, because .view(uint8) refuses permuted and some narrow dtypes.
-        view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return view.set_(tensor.untyped_storage(), part.address - part.storage, shape, strides)
 
 
 @dataclass(frozen=True)
@@ -285,7 +246,7 @@ def _describe(tensor: Any, index: int) -> _Described:
             f"tensor {index}: pages of {run_bytes} bytes begin every {stride_bytes} bytes and "
             "overlap: dimension 0 must be the page, with a page's bytes in one run"
         )
-    part = Part(address, run_bytes, stride_bytes, 0, storage, index)
+    part = Part(address, run_bytes, stride_bytes, 0, storage)
     return _Described(part, shape[0], device)
 
 

@@ -141,27 +141,15 @@ def test_torch_tensors_of_every_width() -> None:
         stack = kv.host_stack()
         assert stack is not None
         assert stack.tobytes() == raw.numpy().tobytes()
-        pages_first = kv.torch_stack()
-        assert pages_first.shape == (PAGES, 2, 16)
-        assert pages_first.data_ptr() == base.data_ptr()
-        assert (pages_first.numpy() == stack.transpose(1, 0, 2)).all()
 
 
-def test_torch_views_begin_inside_a_storage() -> None:
+def test_torch_tensors_begin_inside_a_storage() -> None:
     torch = pytest.importorskip("torch")
     base = torch.arange(200, dtype=torch.uint8)
     tensor = base[5:].as_strided((PAGES, 8), (16, 1), 5)
     kv = PagedKV([tensor])
-    assert (kv.torch_parts()[0] == tensor).all()
     assert (kv.host_parts()[0] == tensor.numpy()).all()
-    assert kv.torch_parts()[0].data_ptr() == tensor.data_ptr()
-
-
-def test_torch_tensors_of_several_storages_have_no_torch_stack() -> None:
-    torch = pytest.importorskip("torch")
-    kv = PagedKV([torch.zeros(PAGES, 8), torch.zeros(PAGES, 8)])
-    assert kv.torch_stack() is None
-    assert [part.shape for part in kv.torch_parts()] == [(PAGES, 32)] * 2
+    assert kv.parts[0].address == tensor.data_ptr()
 
 
 def test_torch_parameters_and_meta_tensors() -> None:
@@ -170,12 +158,6 @@ def test_torch_parameters_and_meta_tensors() -> None:
     assert PagedKV([parameter]).host_parts()[0].shape == (PAGES, 32)
     with pytest.raises(KVHearthError, match="meta"):
         PagedKV([torch.zeros(PAGES, 8, device="meta")])
-
-
-def test_numpy_pages_have_no_torch_views() -> None:
-    pytest.importorskip("torch")
-    with pytest.raises(KVHearthError, match="host copier"):
-        PagedKV([_numbered(PAGES, 8)]).torch_parts()
 
 
 def test_importing_and_using_the_host_path_does_not_import_torch() -> None:

@@ -75,7 +75,7 @@ class EncodedDescriptors:
         self._memory = {kind: device.runtime.memory(device.index, size_bytes) for kind in CopyKind}
         self._copies = {}
         for kind, memory in self._memory.items():
-            part = Part(memory.address, stored_bytes, stored_bytes, 0, 0, 0)
+            part = Part(memory.address, stored_bytes, stored_bytes, 0, 0)
             # One portion: a kernel that follows only some of its copies would decode old bytes.
             self._copies[kind] = Descriptors(
                 _Staging(stored_bytes, (part,)),
