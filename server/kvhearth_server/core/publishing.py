@@ -1,4 +1,4 @@
-"""Publishing of blocks to shared tiers: which ones, in which order, and the holds on their slots.
+"""Publishing of blocks to a remote: which ones, in which order, and the holds on their slots.
 
 Best effort: a block that waits here can be evicted at any time. Only blocks that are being copied
 are held, as by a reader.

@@ -114,7 +114,7 @@ class Tiering:
     Args:
         core: the core whose offered blocks are written and whose promotion requests are loaded.
         tiers: one or more, of which at most the first is not shared: memory's blocks are written to
-            it. Blocks are published to shared tiers, also from the region behind the arena's
+            it. Blocks are published to the remote, also from the region behind the arena's
             segments if these have one (``Tier.buffer_bytes``).
         lineage: ID that the epochs belong to (docs/adr/0008); blocks stored under another lineage
             are never found.

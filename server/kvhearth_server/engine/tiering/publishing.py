@@ -1,4 +1,4 @@
-"""Publishes blocks of memory to the shared tiers."""
+"""Publishes blocks of memory to the remote."""
 
 from __future__ import annotations
 
