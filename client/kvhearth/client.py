@@ -11,7 +11,7 @@ import numpy as np
 from kvhearth import portions
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
 from kvhearth.counters import Counters
-from kvhearth.errors import KVHearthError, NoReason, Reason, reason_or_none
+from kvhearth.errors import KVHearthError, NoReason, Reason, reason_of
 from kvhearth.fail_open import BadExtents, Caller, Returns, T, outcome_unknown, parse_arguments
 from kvhearth.model import Ids, Records
 from kvhearth.native import library
@@ -215,7 +215,7 @@ class Decisions:
             if outcome_unknown(error):
                 self._returns.abort_reservation(link, request.reservation_id)
             raise
-        return parsed, reason_or_none(reply.short_reason)
+        return parsed, reason_of(reply.short_reason) if reply.short_reason else ""
 
     def commit(
         self,

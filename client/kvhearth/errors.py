@@ -218,8 +218,3 @@ def reason_of(word: str) -> Reason:
         return Reason(word)
     except ValueError:
         return Reason.INTERNAL
-
-
-def reason_or_none(word: str) -> Reason | NoReason:
-    """Return the reason named ``word`` as ``reason_of``, or the empty one."""
-    return reason_of(word) if word else ""

@@ -20,8 +20,7 @@ from kvhearth.model import Records
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import Lease
 from kvhearth.session.link import Link
-from kvhearth.session.manager import SESSION_ENDS, SessionManager
-from kvhearth.session.outbox import QueuedRequest
+from kvhearth.session.manager import SESSION_ENDS, QueuedRequest, SessionManager
 from kvhearth.transports import base
 from kvhearth.transports.base import ReplyT, RequestT, Rpc
 from kvhearth.wire import messages as codec

@@ -1,68 +1,11 @@
-"""Block keys: the engine's chained hashes, packed into one blob per call."""
+"""Chained hashes: block keys for engines without their own, and keys that cover more content."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Sequence
 
 import numpy as np
-
-from kvhearth.errors import KVHearthError, Reason
-
-
-def split_keys(blob: bytes, key_bytes: int) -> list[bytes]:
-    """Cut a blob into its keys.
-
-    Raises:
-        KVHearthError: ``bad_keys`` if the blob is not whole keys.
-    """
-    if len(blob) % key_bytes:
-        raise KVHearthError(
-            Reason.BAD_KEYS, f"{len(blob)} bytes are not whole keys of {key_bytes} bytes"
-        )
-    # One call in C; slicing in Python takes five times as long.
-    keys: list[bytes] = np.frombuffer(blob, f"V{key_bytes}").tolist()
-    return keys
-
-
-class PackedKeys(Sequence[bytes]):
-    """Keys of one length, packed side by side as on the wire; split only when one is accessed.
-
-    Args:
-        blob: n keys.
-        key_bytes: bytes of each key.
-
-    Raises:
-        KVHearthError: ``bad_keys`` if the blob is not whole keys.
-    """
-
-    __slots__ = ("_count", "blob", "key_bytes")
-
-    def __init__(self, blob: bytes, key_bytes: int) -> None:
-        self._count, rest = divmod(len(blob), key_bytes)
-        if rest:
-            raise KVHearthError(
-                Reason.BAD_KEYS, f"{len(blob)} bytes are not whole keys of {key_bytes} bytes"
-            )
-        self.blob = blob
-        self.key_bytes = key_bytes
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return split_keys(self.blob, self.key_bytes)[index]
-        place = range(self._count)[index] * self.key_bytes
-        return self.blob[place : place + self.key_bytes]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(split_keys(self.blob, self.key_bytes))
 
 
 def chain_keys(

@@ -1,4 +1,4 @@
-"""Contract tests of ``EvictionPolicy``, run against every policy."""
+"""Contract tests of ``S3FifoPolicy``, run against every policy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.eviction_model import nothing_leased
 
-from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, S3FifoPolicy
-from kvhearth_server.core.eviction.base import I64, U32
+from kvhearth.model import I64, U32
+from kvhearth_server.core.s3fifo import S3FifoPolicy
+from kvhearth_server.core.slot_rings import PolicyArrays
 
 SLOT_COUNT = 6000
 
@@ -65,7 +66,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(which=which, seed=seeds, count=counts)
     def touch_slots_of_anybody(self, which: int, seed: int, count: int) -> None:
-        self.policies[which].touch(self.pick(seed, set(range(self.slot_count)), count))
+        self.policies[which]._arrays.touch(self.pick(seed, set(range(self.slot_count)), count))
 
     @rule(seed=seeds, count=counts)
     def lease(self, seed: int, count: int) -> None:
@@ -73,7 +74,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(which=which)
     def touch_all(self, which: int) -> None:
-        self.policies[which].touch(np.arange(self.slot_count))
+        self.policies[which]._arrays.touch(np.arange(self.slot_count))
 
     @rule(which=which, seed=seeds, left=st.integers(0, 3))
     def lease_nearly_all(self, which: int, seed: int, left: int) -> None:
@@ -128,7 +129,7 @@ class TestEviction:
         return PolicyArrays(SLOT_COUNT)
 
     @pytest.fixture
-    def policy(self, arrays: PolicyArrays) -> EvictionPolicy:
+    def policy(self, arrays: PolicyArrays) -> S3FifoPolicy:
         return S3FifoPolicy(arrays)
 
     @pytest.mark.parametrize("slot_count", [60, SLOT_COUNT])
@@ -143,7 +144,7 @@ class TestEviction:
             ),
         )
 
-    def test_nothing_is_colder_than_the_first_come_unused(self, policy: EvictionPolicy) -> None:
+    def test_nothing_is_colder_than_the_first_come_unused(self, policy: S3FifoPolicy) -> None:
         policy.insert(np.array([5, 3, 9, 1]))
         for expected in (5, 3, 9, 1):
             assert policy.victim(nothing_leased) == expected
@@ -151,9 +152,9 @@ class TestEviction:
         assert policy.victim(nothing_leased) is None
         assert policy.age_rank() is None
 
-    def test_use_saves_a_block_until_others_are_gone(self, policy: EvictionPolicy) -> None:
+    def test_use_saves_a_block_until_others_are_gone(self, policy: S3FifoPolicy) -> None:
         policy.insert(np.arange(2000))
-        policy.touch(np.arange(0, 2000, 2))
+        policy._arrays.touch(np.arange(0, 2000, 2))
         gone = []
         for _ in range(1000):
             victim = policy.victim(nothing_leased)
@@ -162,7 +163,7 @@ class TestEviction:
             gone.append(victim)
         assert sum(slot % 2 for slot in gone) >= 900
 
-    def test_a_leased_block_is_passed_over_and_stays(self, policy: EvictionPolicy) -> None:
+    def test_a_leased_block_is_passed_over_and_stays(self, policy: S3FifoPolicy) -> None:
         policy.insert(np.arange(3000))
         gone = set()
         for _ in range(1000):
@@ -175,20 +176,20 @@ class TestEviction:
         assert sorted(policy.slots().tolist()) == list(range(2000))
         policy.check()
 
-    def test_a_scan_of_leased_blocks_is_bounded(self, policy: EvictionPolicy) -> None:
+    def test_a_scan_of_leased_blocks_is_bounded(self, policy: S3FifoPolicy) -> None:
         asked = []
         policy.insert(np.arange(500))
-        policy.touch(np.arange(0, 500, 3))
+        policy._arrays.touch(np.arange(0, 500, 3))
         assert policy.victim(lambda slot: bool(asked.append(slot))) is None
         assert len(asked) <= 6 * 500
 
-    def test_a_scan_of_used_blocks_can_be_left_and_goes_on(self, policy: EvictionPolicy) -> None:
+    def test_a_scan_of_used_blocks_can_be_left_and_goes_on(self, policy: S3FifoPolicy) -> None:
         class Enough(Exception):
             pass
 
         policy.insert(np.arange(500))
         for _ in range(3):
-            policy.touch(np.arange(500))
+            policy._arrays.touch(np.arange(500))
         passed, victim = 0, None
 
         def pass_over() -> None:
@@ -206,26 +207,26 @@ class TestEviction:
         assert 500 - 500 // 10 <= passed <= 4 * 500
         assert len(policy) == 500
 
-    def test_remove_then_insert_again(self, policy: EvictionPolicy, arrays: PolicyArrays) -> None:
+    def test_remove_then_insert_again(self, policy: S3FifoPolicy, arrays: PolicyArrays) -> None:
         slots = np.arange(2500)
         for _ in range(5):
             policy.insert(slots, marks_of(slots))
-            policy.touch(slots)
+            policy._arrays.touch(slots)
             policy.remove(slots[::-1])
             assert len(policy) == 0
             policy.check()
         assert not arrays.position.any()
         assert all(chunk is None for chunk in arrays.chunks)
 
-    def test_a_block_does_not_inherit_the_uses_of_the_former(self, policy: EvictionPolicy) -> None:
+    def test_a_block_does_not_inherit_the_uses_of_the_former(self, policy: S3FifoPolicy) -> None:
         policy.insert(np.array([1]))
-        policy.touch(np.array([1]))
+        policy._arrays.touch(np.array([1]))
         policy.remove(np.array([1]))
         policy.insert(np.array([1, 2]))
         assert policy.victim(nothing_leased) == 1
 
     def test_the_older_policy_has_the_smaller_rank(
-        self, policy: EvictionPolicy, arrays: PolicyArrays
+        self, policy: S3FifoPolicy, arrays: PolicyArrays
     ) -> None:
         younger = S3FifoPolicy(arrays)
         policy.insert(np.arange(100))
@@ -242,7 +243,7 @@ class TestEviction:
 
     @pytest.mark.parametrize("slots", [[7, 7], [1, 3], [-1], [SLOT_COUNT]])
     def test_a_refused_insert_changes_nothing(
-        self, policy: EvictionPolicy, arrays: PolicyArrays, slots: list[int]
+        self, policy: S3FifoPolicy, arrays: PolicyArrays, slots: list[int]
     ) -> None:
         S3FifoPolicy(arrays).insert(np.array([3]))
         policy.insert(np.array([4]))
@@ -252,13 +253,13 @@ class TestEviction:
         assert np.array_equal(arrays.position, before)
         assert policy.slots().tolist() == [4]
 
-    def test_fingerprints_belong_to_slots(self, policy: EvictionPolicy) -> None:
+    def test_fingerprints_belong_to_slots(self, policy: S3FifoPolicy) -> None:
         with pytest.raises(ValueError, match="1 fingerprints for 2 slots"):
             policy.insert(np.array([1, 2]), np.zeros(1, np.uint32))
 
     @pytest.mark.parametrize("slots", [[3], [4, 4], [4, 5], [-1], [SLOT_COUNT]])
     def test_a_refused_remove_changes_nothing(
-        self, policy: EvictionPolicy, arrays: PolicyArrays, slots: list[int]
+        self, policy: S3FifoPolicy, arrays: PolicyArrays, slots: list[int]
     ) -> None:
         other = S3FifoPolicy(arrays)
         other.insert(np.array([3]))
@@ -270,16 +271,14 @@ class TestEviction:
         other.check()
 
     def test_evicting_a_stranger_is_refused(
-        self, policy: EvictionPolicy, arrays: PolicyArrays
+        self, policy: S3FifoPolicy, arrays: PolicyArrays
     ) -> None:
         S3FifoPolicy(arrays).insert(np.array([3]))
         for slot in (3, 4):
             with pytest.raises(ValueError, match="not a member"):
                 policy.evict(slot)
 
-    def test_check_finds_a_lost_position(
-        self, policy: EvictionPolicy, arrays: PolicyArrays
-    ) -> None:
+    def test_check_finds_a_lost_position(self, policy: S3FifoPolicy, arrays: PolicyArrays) -> None:
         policy.insert(np.arange(10))
         arrays.position[4] = 0
         with pytest.raises(ValueError, match="1 slots"):
@@ -304,7 +303,7 @@ class TestEviction:
         policy.check()
 
     def test_a_thinned_out_queue_gives_its_memory_back(
-        self, policy: EvictionPolicy, arrays: PolicyArrays
+        self, policy: S3FifoPolicy, arrays: PolicyArrays
     ) -> None:
         for turn in range(200):
             slots = np.arange(3000 * (turn % 2), 3000 * (turn % 2) + 3000)

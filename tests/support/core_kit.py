@@ -15,11 +15,11 @@ from hypothesis import settings
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Bools
+from kvhearth.model import I64, U8, U32, Bools
 from kvhearth_server.core.core import Core
-from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
+from kvhearth_server.core.few_commits import SingleCommit
 from kvhearth_server.core.groups import Group
-from kvhearth_server.core.lookup import Found, KeysItem, Presence
+from kvhearth_server.core.lookup import Found, KeysItem
 from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.reservations import CommitItem, Reserved, SlotsItem
@@ -220,18 +220,18 @@ class Rig:
     def commit(self, session: int, *parts: CommitItem) -> list[Bools]:
         """Commit the items, one key by the fast path if that takes it, as the transport does."""
         try:
-            if self._commit_one(session, parts):
-                return [np.array([True])]
+            if (stored := self._commit_few(session, parts)) is not None:
+                return [np.array(stored)]
             return self.core.writing.commit(session, self.epoch(session), list(parts))
         finally:
             self.check()
 
-    def _commit_one(self, session: int, parts: tuple[CommitItem, ...]) -> bool:
+    def _commit_few(self, session: int, parts: tuple[CommitItem, ...]) -> list[bool] | None:
         if len(parts) != 1 or parts[0].slots.shape != (1, 1):
-            return False
+            return None
         group = self.group(session)
         space, epoch = self.state.namespaces.get(group.namespace), self.epoch(session)
-        return self.core.writing.commit_one(group, space, epoch, one_of(parts[0]))
+        return self.core.writing.commit_few(group, space, epoch, [one_of(parts[0])])
 
     def put(
         self,
@@ -269,28 +269,12 @@ class Rig:
     def lookup_all(
         self, session: int, asked: dict[int, list[bytes]], *, lease_id: int = 0
     ) -> Found:
-        """Look up keys of several groups; a lease of one key by the fast path if that takes it."""
+        """Look up keys of several groups."""
         parts = [KeysItem(kv_group, named) for kv_group, named in asked.items()]
         try:
-            if lease_id and len(parts) == 1 and len(parts[0].keys) == 1:
-                found = self._lookup_one(
-                    session, SingleLookup(parts[0][0], parts[0].keys[0], lease_id)
-                )
-                if found is not None:
-                    return found
             return self.core.reading.lookup(session, self.epoch(session), parts, lease_id)
         finally:
             self.check()
-
-    def _lookup_one(self, session: int, asked: SingleLookup) -> Found | None:
-        group = self.group(session)
-        space = self.state.namespaces.get(group.namespace)
-        extent = self.core.reading.lookup_one(group, space, asked, 0.0)
-        if extent is None:
-            return None
-        tokens = space.contract.groups[asked.kv_group].block_tokens
-        presence = Presence.of_whole(asked.kv_group, np.frombuffer(bytearray(extent), EXTENT_DTYPE))
-        return Found(asked.lease_id, tokens, [presence], None, [])
 
     def pin(
         self,

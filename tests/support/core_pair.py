@@ -41,10 +41,7 @@ class Pair:
         self.short, self.long = (Rig(slabs, **rig) for _ in range(2))
         self.session, _ = (each.attach(made) for each in (self.short, self.long))
         self._key_count = key_count
-        for half in (self.long.core.writing, self.long.core.reading):
-            single = half._single_path
-            single.commit = lambda *args: False  # type: ignore[method-assign]
-            single.lookup = lambda *args: -1  # type: ignore[method-assign]
+        self.long.core.writing._few.commit = lambda *args: None  # type: ignore[method-assign]
         self.long.core.reading._prefix_path.lookup = lambda *args: None  # type: ignore[method-assign]
 
     def do(self, step: tuple[Any, ...]) -> None:

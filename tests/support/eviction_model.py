@@ -8,8 +8,9 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, S3FifoPolicy
-from kvhearth_server.core.eviction.base import I64
+from kvhearth.model import I64
+from kvhearth_server.core.s3fifo import S3FifoPolicy
+from kvhearth_server.core.slot_rings import PolicyArrays
 
 
 def nothing_leased(_slot: int) -> bool:
@@ -28,7 +29,7 @@ class PolicyCache:
 
     def __init__(self, capacity: int) -> None:
         self.arrays = PolicyArrays(capacity)
-        self.policy: EvictionPolicy = S3FifoPolicy(self.arrays)
+        self.policy: S3FifoPolicy = S3FifoPolicy(self.arrays)
         self._slot_of: dict[int, int] = {}
         self._key_of: dict[int, int] = {}
         self._free = list(range(capacity))
@@ -40,7 +41,7 @@ class PolicyCache:
         """Look a key up and admit it on a miss. True for a hit."""
         slot = self._slot_of.get(key)
         if slot is not None:
-            self.policy.touch(np.array([slot]))
+            self.policy._arrays.touch(np.array([slot]))
             return True
         if not self._free:
             victim = self.policy.victim(nothing_leased)
@@ -100,7 +101,7 @@ def hot_hits(
     return hits / len(hot)
 
 
-def evict(policy: EvictionPolicy, count: int) -> list[int]:
+def evict(policy: S3FifoPolicy, count: int) -> list[int]:
     """Evict ``count`` slots and return them in their order."""
     gone = []
     for _ in range(count):

@@ -23,7 +23,6 @@ from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.removal import remove_blocks
 from kvhearth_server.core.reservations import CommitItem
 from kvhearth_server.core.slot_table import CopyState, State
-from kvhearth_server.core.state import flat
 from kvhearth_server.engine.tiering.manager import Tiering
 from kvhearth_server.tiers.base import (
     BlockSpec,
@@ -300,7 +299,7 @@ class TierRig(Rig):
         summed: bool = True,
     ) -> CommitItem:
         """Return one item of a commit, with its bytes written."""
-        owner = self.state.table.owner[flat(slots)[0]]
+        owner = self.state.table.owner[slots.reshape(-1)[0]]
         group = next(group for group in self.state.groups if group.number == owner)
         space = self.state.namespaces.get(group.namespace)
         length = space.contract.groups[kv_group].page_bytes
@@ -313,7 +312,8 @@ class TierRig(Rig):
     def sums(self, slots: I64, length: int) -> U8:
         """Return checksums of the slots' current bytes, (n, shards, 16)."""
         data = b"".join(
-            xxhash.xxh3_128_digest(self.view(slot, length).data) for slot in flat(slots).tolist()
+            xxhash.xxh3_128_digest(self.view(slot, length).data)
+            for slot in slots.reshape(-1).tolist()
         )
         return np.frombuffer(data, np.uint8).reshape(*slots.shape, 16)
 

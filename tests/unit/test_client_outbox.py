@@ -21,7 +21,7 @@ from kvhearth.counters import COUNTERS_MAX, LOGGER, Counters, Report, Warnings, 
 from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.session.link import WeightsEpoch
-from kvhearth.session.outbox import RETRIES_MAX, Courier, Outbox, QueuedRequest, batch, merge
+from kvhearth.session.manager import RETRIES_MAX, Courier, Outbox, QueuedRequest, batch, merge
 from kvhearth.transports.base import ABORT, LOOKUP, RELEASE, TOUCH
 from kvhearth.wire.frames import error_from_code
 
@@ -213,7 +213,7 @@ def test_lookups_precede_the_releases_of_their_leases_and_take_no_room_from_them
 def test_what_grpc_refuses_is_sent_again_a_few_times(
     monkeypatch: pytest.MonkeyPatch, failures: int, sent: int
 ) -> None:
-    monkeypatch.setattr("kvhearth.session.outbox._PAUSE_S", 0.0)
+    monkeypatch.setattr("kvhearth.session.manager._PAUSE_S", 0.0)
     answers = [error_from_code(Code.INTERNAL, "RST_STREAM")] * failures
     arrived: list[int] = []
 

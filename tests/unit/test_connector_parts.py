@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from kvhearth.connectors.core import engine as stats
-from kvhearth.connectors.core.engine import Counters
-from kvhearth.connectors.core.groups import EngineGroups, rows
-from kvhearth.connectors.core.load_policy import Bounds, CostLine, LoadPolicy, Verdict
+from kvhearth.connectors.core.engine import (
+    Bounds,
+    CostLine,
+    Counters,
+    EngineGroups,
+    LoadPolicy,
+    Verdict,
+    rows,
+)
 from kvhearth.connectors.core.scheduler import guarded, nothing
 from kvhearth.connectors.core.settings import URL_ENV, Settings, parse_settings
 from kvhearth.connectors.core.step_metadata import (

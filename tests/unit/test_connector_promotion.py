@@ -26,7 +26,7 @@ from support.tower import CONTRACT, Tower, ended
 from kvhearth.cache import Cache, LoadResult
 from kvhearth.client import KVClient, connect
 from kvhearth.connectors.core import requests as asking
-from kvhearth.connectors.core.load_policy import CostLine
+from kvhearth.connectors.core.engine import CostLine
 from kvhearth.connectors.core.scheduler import SchedulerConnector
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import Handshake

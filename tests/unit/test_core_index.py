@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhearth.keys import PackedKeys
+from kvhearth.model import PackedKeys
 from kvhearth_server.core.hash_table import Buckets, hash_one, hash_words, multipliers
 from kvhearth_server.core.index import Index
 from kvhearth_server.core.slot_table import numbers

@@ -13,7 +13,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import Bools
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth_server.core.commit import Chains, CommitItem
-from kvhearth_server.core.fast_path import SingleCommit
+from kvhearth_server.core.few_commits import SingleCommit
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.transport.messages import commit_items, few_commits
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from support.eviction_model import nothing_leased
 
-from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, S3FifoPolicy
 from kvhearth_server.core.policies import Coldest
+from kvhearth_server.core.s3fifo import S3FifoPolicy
+from kvhearth_server.core.slot_rings import PolicyArrays
 
 POLICIES = 12
 SLOTS = 4000
@@ -38,7 +39,7 @@ class World:
 
     def touch(self, number: int) -> None:
         members = self.policies[number].slots()
-        self.policies[number].touch(members[:: self.random.randrange(1, 4)])
+        self.policies[number]._arrays.touch(members[:: self.random.randrange(1, 4)])
 
     def evict(self, number: int) -> None:
         for _ in range(self.random.randrange(1, 60)):
@@ -48,7 +49,7 @@ class World:
             self.policies[number].evict(victim)
             self.free.append(victim)
 
-    def coldest_of(self, policies: list[EvictionPolicy]) -> int | None:
+    def coldest_of(self, policies: list[S3FifoPolicy]) -> int | None:
         """The smallest rank among the policies that have members."""
         ranks = [policy.age_rank() for policy in policies if len(policy)]
         return min((1 << 62 if rank is None else rank for rank in ranks), default=None)

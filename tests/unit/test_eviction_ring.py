@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvhearth_server.core.eviction.base import CHUNK_ENTRIES, FifoRing, PolicyArrays, remove_slots
+from kvhearth_server.core.slot_rings import CHUNK_ENTRIES, FifoRing, PolicyArrays, remove_slots
 
 SLOT_COUNT = 8 * CHUNK_ENTRIES
 

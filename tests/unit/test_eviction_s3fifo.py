@@ -12,8 +12,8 @@ from support.eviction_model import (
     zipf_keys,
 )
 
-from kvhearth_server.core.eviction import PolicyArrays, S3FifoPolicy
-from kvhearth_server.core.eviction.s3fifo import Ghost
+from kvhearth_server.core.s3fifo import Ghost, S3FifoPolicy
+from kvhearth_server.core.slot_rings import PolicyArrays
 
 CAPACITY = 1000
 HOT_KEYS = 800
@@ -61,7 +61,7 @@ def test_eviction_takes_the_tail_of_a_chain_inserted_leaf_first() -> None:
     policy = S3FifoPolicy(PolicyArrays(1000))
     chain = np.arange(100)  # slot i holds the i-th block from the root
     policy.insert(chain[::-1], np.arange(100, dtype=np.uint32) << 24)
-    policy.touch(chain)
+    policy._arrays.touch(chain)
     assert sorted(evict(policy, 10)) == list(range(90, 100))
     assert sorted(policy.slots().tolist()) == list(range(90))
 
@@ -90,9 +90,9 @@ def test_a_leased_block_waits_at_the_new_end_of_the_small_queue() -> None:
 def test_the_small_queue_pays_when_all_of_the_main_queue_is_leased() -> None:
     policy = S3FifoPolicy(PolicyArrays(1000))
     policy.insert(np.arange(100))
-    policy.touch(np.arange(100))
+    policy._arrays.touch(np.arange(100))
     policy.insert(np.array([100, 101]))
-    policy.touch(np.array([101]))
+    policy._arrays.touch(np.array([101]))
     for expected in (100, 101, None):
         for _ in range(2):
             assert policy.victim(lambda slot: slot >= 100) == expected
@@ -103,7 +103,7 @@ def test_the_small_queue_pays_when_all_of_the_main_queue_is_leased() -> None:
 def test_the_small_queue_keeps_a_tenth_before_the_main_queue_pays() -> None:
     policy = S3FifoPolicy(PolicyArrays(1000))
     policy.insert(np.arange(100))
-    policy.touch(np.arange(100))
+    policy._arrays.touch(np.arange(100))
     policy.insert(np.arange(100, 111))
     # The used hundred moves to the main queue. Eleven of 111 are less than a tenth: the main queue
     # pays once; eleven of 110 are a tenth: one of them goes; ten of 109 pay again at 100 members.
@@ -114,9 +114,9 @@ def test_the_small_queue_keeps_a_tenth_before_the_main_queue_pays() -> None:
 def test_a_used_block_between_leased_ones_is_found() -> None:
     policy = S3FifoPolicy(PolicyArrays(100))
     policy.insert(np.arange(4))
-    policy.touch(np.arange(4))
+    policy._arrays.touch(np.arange(4))
     assert evict(policy, 1) == [0]  # all were promoted, their uses spent
-    policy.touch(np.array([3]))
+    policy._arrays.touch(np.array([3]))
     assert policy.victim(lambda slot: slot == 3) == 3
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.core_kit import no_deadline, refused
 
 from kvhearth.errors import Reason
-from kvhearth.keys import PackedKeys, chain_keys, fold_key, split_keys
+from kvhearth.keys import chain_keys, fold_key
+from kvhearth.model import PackedKeys, split_keys
 
 widths = st.integers(16, 64)
 TOKENS = list(range(100, 164))

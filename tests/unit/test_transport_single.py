@@ -1,4 +1,4 @@
-"""Commits and lookups of one key as messages: the fast path gives the same answers and effects as
+"""Commits and lookups of one key as messages: the fast paths give the same answers and effects as
 the general path, and work that no answer waits for runs after the answer.
 """
 
@@ -20,13 +20,13 @@ from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire import frames
 from kvhearth_server.config.model import Settings
 from kvhearth_server.config.rlimit import door_shares
+from kvhearth_server.core.lookup import PrefixFastPath
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.core.state import Limits
 from kvhearth_server.engine import recovery
 from kvhearth_server.transport import dispatch as decisions_module
 from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.frames import CallsServer, _Connection
-from kvhearth_server.transport.messages import keys_items
 
 TWO = contract(full(), mamba(), full(8192, shards=2))
 
@@ -137,17 +137,13 @@ def _lookups(desk: Desk) -> list[cache_pb2.LookupRequest]:
     return made
 
 
-def _asked_for_many(made: Contract, request: cache_pb2.LookupRequest, keys_max: int) -> Any:
-    return keys_items(made, request.groups, keys_max)
-
-
 def _everything(*, short: bool) -> Any:
     """Returns all answers and the state that they left behind, step by step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery.time, "time", lambda: 1e9)  # a cold start's epoch is the time
         if not short:
-            patch.setattr(decisions_module, "one_commit", lambda *args: None)
-            patch.setattr(decisions_module, "asked_for", _asked_for_many)
+            patch.setattr(decisions_module, "few_commits", lambda *args: None)
+            patch.setattr(PrefixFastPath, "lookup", lambda *args: None)
         desk, seen = Desk(), list[Any]()
         for request in _commits(desk):
             seen.append((str(desk.ask("Commit", request)), desk.picture()))
@@ -200,7 +196,6 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
         ours.send(frames.encode(number, 7, commit.SerializeToString(), 1 << 20))
         await asyncio.sleep(0.01)
         assert seen == [f"answered {frames.DONE}", "woken: False", "woken: True"]
-        assert desk.dispatcher._stored, "the general way was taken"
         assert len(engine.to_sum) == 1
         assert engine.counters.get("commits") == engine.counters.get("stored_blocks") == 1
         server.stop()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from kvhearth.contract import Contract
-from kvhearth.errors import KVHearthError, Reason, reason_or_none
+from kvhearth.errors import KVHearthError, NoReason, Reason, reason_of
 from kvhearth.model import (
     CHECKSUM_BYTES,
     EXTENT_BYTES,
@@ -237,7 +237,7 @@ def parse_lookup(
     found = parse_presence(contract, welcome, query, reply.groups)
     slots = {group: item.extents["slot"] for group, item in found.items() if item.extents.size}
     lease = Lease(lease_id, welcome.boot_id, slots) if slots and reply.lease_id else None
-    short = reason_or_none(reply.lease_short)
+    short: Reason | NoReason = reason_of(reply.lease_short) if reply.lease_short else ""
     # Positional arguments cost half as much as keywords.
     return LookupResult(
         reply.hit_tokens, lease, found, reply.eta_us, "", short, welcome.boot_id, lease_id

@@ -13,7 +13,7 @@ from kvhearth.model import FLAG_VERIFY, I64, Bools, Records
 from kvhearth_server.core.actions import Mark, SlabSized, Sum
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.slot_table import State
-from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.state import CoreState
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def adopt(state: CoreState, found: Adoption, groups: dict[int, Group]) -> None:
 
 
 def _restore_slabs(state: CoreState, found: Adoption) -> None:
-    parts = [flat(part.slots) for part in found.blocks] + list(found.held.values())
+    parts = [part.slots.reshape(-1) for part in found.blocks] + list(found.held.values())
     used = np.sort(np.concatenate([*parts, found.orphaned_loads]))
     stride = state.table.geometry.stride
     for slab, slot_bytes in found.slabs:
@@ -108,7 +108,7 @@ def _restore_blocks(state: CoreState, part: AdoptedBlocks) -> None:
     table = state.table
     namespace = state.namespaces.get(part.namespace)
     spec = namespace.contract.groups[part.kv_group]
-    every, heads = flat(part.slots), part.slots[:, 0]
+    every, heads = part.slots.reshape(-1), part.slots[:, 0]
     table.namespace[every] = part.namespace
     table.group[every] = part.kv_group
     table.epoch[every] = namespace.epoch

@@ -13,7 +13,7 @@ from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import CopyState, State
-from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.state import CoreState
 
 
 class Chains(NamedTuple):
@@ -75,7 +75,7 @@ class Binder:
 
     def bind(self, group: Group, namespace: Namespace, item: CommitItem) -> Bools:
         """Apply a checked item of a group that has its slots reserved."""
-        size = self._state.ledger.unreserved(group.segment, flat(item.slots))
+        size = self._state.ledger.unreserved(group.segment, item.slots.reshape(-1))
         group.stock_bytes -= size
         return self.place(group.segment, namespace, item)
 
@@ -97,7 +97,7 @@ class Binder:
             for position, key in enumerate(keys):
                 fresh[position] &= first.setdefault(key, position) == position
         slots = item.slots[fresh]
-        spare = flat(item.slots[~fresh])
+        spare = item.slots[~fresh].reshape(-1)
         state.release_epoch += 1  # a slab of blocks can be emptied, one of reserved slots cannot
         if len(spare):
             state.table.bump(spare)
@@ -108,7 +108,7 @@ class Binder:
             new_keys = keys if fresh.all() else [k for k, f in zip(keys, fresh, strict=True) if f]
             sums = None if item.checksums is None else item.checksums[fresh]
             self._fill(namespace, item.kv_group, slots, sums)
-            state.ledger.committed(segment, flat(slots), +1)
+            state.ledger.committed(segment, slots.reshape(-1), +1)
             namespace.blocks += len(slots)
             state.index.bind(namespace.number, item.kv_group, new_keys, slots[:, 0])
             heads[fresh] = slots[:, 0]
@@ -142,7 +142,7 @@ class Binder:
         return heads
 
     def _fill(self, namespace: Namespace, kv_group: int, slots: I64, sums: U8 | None) -> None:
-        table, every = self._state.table, flat(slots)
+        table, every = self._state.table, slots.reshape(-1)
         table.namespace[every] = namespace.number
         table.group[every] = kv_group
         table.epoch[every] = namespace.epoch

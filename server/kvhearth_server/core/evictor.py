@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvhearth.model import I64, Bools
-from kvhearth_server.core.eviction import EvictionPolicy
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.policies import Coldest
 from kvhearth_server.core.removal import Cause, forget_blocks, remove_blocks
+from kvhearth_server.core.s3fifo import S3FifoPolicy
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState
 
@@ -232,7 +232,7 @@ class Evictor:
         cold.restore()
         return np.array(heads, np.int64)
 
-    def _victim(self, policy: EvictionPolicy) -> int | None:
+    def _victim(self, policy: S3FifoPolicy) -> int | None:
         """Remove the policy's next victim, or the end of its chain, from policy and chains."""
         proposed = policy.victim(self.evictable, self._pass_used)
         if proposed is None:

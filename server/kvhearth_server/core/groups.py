@@ -25,8 +25,7 @@ class Leases(MutableMapping[int, I64]):
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, U32 | int] = {}
-        """Slots by lease id; a lease on one slot may be its number, since an array costs more."""
+        self._slots: dict[int, U32] = {}
         self._joined: dict[int, list[U32]] = {}
         """Slots that joined a lease later, portion by portion."""
 
@@ -36,16 +35,11 @@ class Leases(MutableMapping[int, I64]):
 
     def portions(self, lease_id: int) -> list[I64]:
         """Return a lease's slots by portion, ascending in each; no slot is in two of them."""
-        slots, others = self._slots[lease_id], self._joined.get(lease_id, ())
-        first = np.array([slots], np.int64) if isinstance(slots, int) else slots.astype(np.int64)
-        return [first, *(each.astype(np.int64) for each in others)]
+        portions = [self._slots[lease_id], *self._joined.get(lease_id, ())]
+        return [each.astype(np.int64) for each in portions]
 
     def __setitem__(self, lease_id: int, slots: I64) -> None:
         self._slots[lease_id] = slots.astype(np.uint32)
-
-    def enter_one(self, lease_id: int, slot: int) -> None:
-        """Store a lease on one slot; equivalent to ``self[lease_id] = slots``."""
-        self._slots[lease_id] = slot
 
     def fresh(self, lease_id: int, slots: I64) -> I64:
         """Return those of the ascending ``slots`` that a lease does not have yet."""
@@ -80,11 +74,8 @@ class Leases(MutableMapping[int, I64]):
 
     def all_slots(self) -> U32:
         """The slots of all leases, concatenated; shape (slots held,)."""
-        each = self._slots.values()
-        ones = np.array([slots for slots in each if isinstance(slots, int)], np.uint32)
         joined = [slots for portions in self._joined.values() for slots in portions]
-        several = [slots for slots in each if not isinstance(slots, int)]
-        return np.concatenate([ones, *several, *joined])
+        return np.concatenate([np.zeros(0, np.uint32), *self._slots.values(), *joined])
 
     @property
     def slot_count(self) -> int:
@@ -94,7 +85,7 @@ class Leases(MutableMapping[int, I64]):
     @property
     def nbytes(self) -> int:
         """Bytes of the slot lists."""
-        firsts = (4 if isinstance(slots, int) else slots.nbytes for slots in self._slots.values())
+        firsts = (slots.nbytes for slots in self._slots.values())
         joined = (slots.nbytes for portions in self._joined.values() for slots in portions)
         return sum(firsts) + sum(joined)
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvhearth.keys import PackedKeys
-from kvhearth.model import I64, U32, Bools
+from kvhearth.model import I64, U32, Bools, PackedKeys
 from kvhearth_server.core.hash_table import Buckets, Hashes, Same, hash_one, hash_words, multipliers
 from kvhearth_server.core.slot_table import Pick, SlotTable
 

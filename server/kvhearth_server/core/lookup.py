@@ -18,20 +18,14 @@ import numpy as np
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U8, U32, Bools, Records, Tier
-from kvhearth_server.core.fast_path import (
-    PrefixFastPath,
-    SingleFastPath,
-    SingleLookup,
-    count_tokens,
-)
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace, Traffic, check_epoch
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.reservations import SlotsItem
-from kvhearth_server.core.slot_table import State
-from kvhearth_server.core.state import CoreState, flat, require
+from kvhearth_server.core.slot_table import Pick, State, all_zero, ascending, numbers
+from kvhearth_server.core.state import CoreState, require
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,10 @@ def blocks_needed(spec: GroupSpec, hit_tokens: int) -> Need:
 
 
 # Each access to an enumeration member by name costs a search.
-_SUMMED = int(State.SUMMED)
+_SUMMED, _FULL = int(State.SUMMED), GroupKind.FULL
+_SUMMED_BYTE = bytes([State.SUMMED])
+"""A SUMMED state as the table's column holds it."""
+_ONE = np.uint32(1)
 _TIER = np.array([Tier.NOWHERE, Tier.DRAM], np.uint8)
 """Tier of a block, by whether it is present."""
 _SHARED = 1024
@@ -194,12 +191,138 @@ class _Seen:
     asking: Bools | None = None
 
 
+class PrefixHit(NamedTuple):
+    """A leased result: its slots, ascending, and the extents in the order of the keys."""
+
+    slots: I64
+    extents: Records
+
+
+class PrefixFastPath:
+    """Fast path for lookups of attached schedulers that find all keys."""
+
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+
+    def lookup(
+        self,
+        group: Group,
+        namespace: Namespace,
+        kv_group: int,
+        keys: Sequence[bytes],
+        lease_id: int,
+    ) -> PrefixHit | None:
+        """Lease the blocks of all keys, mark them as used and count the lookup.
+
+        The caller enters the lease. Returns None, with nothing changed, if the general path must
+        decide.
+        """
+        state, table = self._state, self._state.table
+        groups, count = namespace.contract.groups, len(keys)
+        if not count or not 0 <= kv_group < len(groups):
+            return None
+        spec = groups[kv_group]
+        if spec.kind is not _FULL or spec.shards > 1 or not self._may_lease(group, lease_id, count):
+            return None
+        found = state.index.find_rows(namespace.number, kv_group, keys)
+        if found is None:
+            return None
+        rows = found if isinstance(found, slice) else _each_once(found)
+        if rows is None or not self._are_served(rows, count, namespace, kv_group):
+            return None
+        if not self._hold(group, rows, count, state.slot_bytes(spec)):
+            return None
+        self._mark_used(rows)
+        tokens = count * spec.block_tokens
+        self._count(count, spec.page_bytes, tokens)
+        namespace.traffic.hit_keys += count
+        count_tokens(group, namespace, tokens, tokens)
+        if isinstance(found, slice):
+            extents = table.extents_beside(found, spec.page_bytes)
+        else:
+            extents = table.extents(found, spec.page_bytes, summed=True)
+        return PrefixHit(numbers(rows), extents)
+
+    def _may_lease(self, group: Group, lease_id: int, count: int) -> bool:
+        if lease_id in group.leases or lease_id in group.released_early:
+            return False
+        limits, books = self._state.limits, self._state.ledger.segments[group.segment]
+        if count > limits.keys_max or len(group.leases) >= limits.leases_max:
+            return False
+        return books.leased_slots + count <= limits.leased_slots_max
+
+    def _are_served(self, rows: Pick, count: int, namespace: Namespace, kv_group: int) -> bool:
+        # Bytes are compared at once; numbers cost several times as much, mostly numpy's own
+        # overhead.
+        table = self._state.table
+        for column, word in (
+            (table.state, _SUMMED_BYTE),
+            (table.group, bytes([kv_group])),
+            (table.namespace, namespace.number.to_bytes(2, "little")),
+            (table.epoch, namespace.epoch.to_bytes(4, "little")),
+        ):
+            if column[rows].tobytes() != word * count:
+                return False
+        return True
+
+    def _hold(self, group: Group, rows: Pick, count: int, slot_bytes: int) -> bool:
+        """Count one more lease on each; False if that would exceed the cap on held bytes."""
+        state, table = self._state, self._state.table
+        refs, pins = table.refs[rows], table.pins[rows]
+        loose = all_zero(refs) and all_zero(pins)
+        free = count if loose else count - int(np.count_nonzero(refs | pins))
+        if free * slot_bytes > hold_room(state, group.segment):
+            return False
+        books = state.ledger.segments[group.segment]
+        books.held += free * slot_bytes
+        books.leased_slots += count
+        table.refs[rows] = 1 if loose else refs + _ONE
+        return True
+
+    def _mark_used(self, rows: Pick) -> None:
+        state = self._state
+        state.policies.touch(rows)
+        state.table.used_at[rows] = state.tick()
+        if state.writeback_queue.follows:
+            state.writeback_queue.used(numbers(rows))
+
+    def _count(self, count: int, page_bytes: int, tokens: int) -> None:
+        self._state.count_all(
+            {
+                ("leased_keys", ""): count,
+                ("leased_bytes", ""): count * page_bytes,
+                ("lookups", ""): 1,
+                ("lookup_keys", ""): count,
+                ("hit_keys", ""): count,
+                ("asked_tokens", ""): tokens,
+                ("hit_tokens", ""): tokens,
+            }
+        )
+
+
+def _each_once(heads: I64) -> Pick | None:
+    """Heads in ascending order; None if one is missing (-1) or occurs twice."""
+    if np.count_nonzero(heads[1:] > heads[:-1]) < len(heads) - 1:
+        heads = np.sort(heads)
+        if np.count_nonzero(heads[1:] == heads[:-1]):
+            return None
+    return ascending(heads) if heads.item(0) >= 0 else None
+
+
+def count_tokens(group: Group, namespace: Namespace, asked: int, hit: int) -> None:
+    """Count the tokens of a lookup for its engine and for its namespace."""
+    group.asked_tokens += asked
+    group.hit_tokens += hit
+    traffic = namespace.traffic
+    traffic.asked_tokens += asked
+    traffic.hit_tokens += hit
+
+
 class Reading:
     """Lookups and leases of attached schedulers."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
-        self._single_path = SingleFastPath(state)
         self._prefix_path = PrefixFastPath(state)
 
     def lookup(
@@ -226,7 +349,7 @@ class Reading:
                 ``too_many_leases``, ``lease_exists``.
         """
         state = self._state
-        if lease_id and not joins and len(items) == 1 and len(items[0].keys) > 1:
+        if lease_id and not joins and len(items) == 1:
             found = self._lookup_whole(session, epoch, items[0], lease_id, now)
             if found is not None:
                 return found
@@ -311,22 +434,6 @@ class Reading:
         presence = Presence.of_whole(item.kv_group, whole.extents)
         hit = count * namespace.contract.groups[item.kv_group].block_tokens
         return Found(lease_id, hit, [presence], None, [])
-
-    def lookup_one(
-        self, group: Group, namespace: Namespace, one: SingleLookup, now: float
-    ) -> bytes | None:
-        """Fast path of ``lookup`` with a lease for one key of a session of a living group.
-
-        Returns its extent, or None, with nothing changed, if ``lookup`` must decide.
-        """
-        head = self._single_path.lookup(group, namespace, one)
-        if head < 0:
-            return None
-        self._single_path.mark_used(head)
-        group.leases.enter_one(one.lease_id, head)
-        group.leased_at[one.lease_id] = now
-        spec = namespace.contract.groups[one.kv_group]
-        return self._single_path.extent(head, spec.page_bytes)
 
     def presence(
         self, session: int, epoch: int, items: list[KeysItem]
@@ -499,7 +606,9 @@ class Reading:
         parts = []
         for one in seen:
             need = blocks_needed(one.spec, hit)
-            parts.append(flat(table.all_shards(one.heads[need.first : need.end], one.spec.shards)))
+            parts.append(
+                table.all_shards(one.heads[need.first : need.end], one.spec.shards).reshape(-1)
+            )
         slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if not np.count_nonzero(slots[1:] <= slots[:-1]):
             return slots

@@ -131,6 +131,7 @@ class WritebackQueue:
     def __init__(self, table: SlotTable, add: Callable[[str, int, str], None]) -> None:
         """Make empty queues; ``add`` counts: the name of a counter, an amount, a label."""
         self._table, self._add = table, add
+        self._stride = table.geometry.stride
         count = len(table.geometry.segments)
         self._queues: list[deque[tuple[I64, U32]]] = [deque() for _ in range(count)]
         self._last = 0
@@ -229,5 +230,4 @@ class WritebackQueue:
         return refused
 
     def _queue_of(self, heads: I64) -> deque[tuple[I64, U32]]:
-        table = self._table
-        return self._queues[int(table.slab_segment[heads[0] // table.geometry.stride])]
+        return self._queues[int(self._table.slab_segment[heads[0] // self._stride])]

@@ -14,7 +14,7 @@ from kvhearth_server.core.holds import hold, hold_room, newly_held_bytes, unhold
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.namespaces import check_epoch
 from kvhearth_server.core.slot_table import State
-from kvhearth_server.core.state import CoreState, flat, require
+from kvhearth_server.core.state import CoreState, require
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Pinning:
             safe = np.maximum(heads, 0)
             good = (heads >= 0) & (table.epoch[safe] == namespace.epoch)
             flags.append(good)
-            parts.append(flat(table.all_shards(heads[good], spec.shards)))
+            parts.append(table.all_shards(heads[good], spec.shards).reshape(-1))
         slots = np.unique(np.concatenate(parts))
         self._check_lists(group.segment, len(slots))
         require(

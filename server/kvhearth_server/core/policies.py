@@ -12,7 +12,8 @@ from collections.abc import Collection, Container, Iterator
 import numpy as np
 
 from kvhearth.model import I64
-from kvhearth_server.core.eviction import EvictionPolicy, PolicyArrays, S3FifoPolicy
+from kvhearth_server.core.s3fifo import S3FifoPolicy
+from kvhearth_server.core.slot_rings import PolicyArrays
 from kvhearth_server.core.slot_table import Pick, SlotTable
 
 _ENDED, _WARMEST = -1, 1 << 62
@@ -27,8 +28,8 @@ class PolicySet:
     def __init__(self, slot_count: int, policies_max: int = 64) -> None:
         """``policies_max``: policies for which memory is reserved; more of them make it grow."""
         self._arrays = PolicyArrays(slot_count, _RINGS_A_POLICY * policies_max)
-        self._policies: dict[tuple[int, int], EvictionPolicy] = {}
-        self._by_namespace: dict[int, dict[int, EvictionPolicy]] = {}
+        self._policies: dict[tuple[int, int], S3FifoPolicy] = {}
+        self._by_namespace: dict[int, dict[int, S3FifoPolicy]] = {}
         self._changed: set[tuple[int, int]] = set()
 
     def insert(self, namespace: int, slot_bytes: int, heads: I64, keys: list[bytes] | None) -> None:
@@ -47,7 +48,7 @@ class PolicySet:
         """Admit one head."""
         self._policy_for(namespace, slot_bytes).insert_one(head, hash(key) & 0xFFFFFFFF)
 
-    def _policy_for(self, namespace: int, slot_bytes: int) -> EvictionPolicy:
+    def _policy_for(self, namespace: int, slot_bytes: int) -> S3FifoPolicy:
         place = (namespace, slot_bytes)
         policy = self._policies.get(place)
         if policy is None:
@@ -59,10 +60,6 @@ class PolicySet:
     def touch(self, heads: Pick) -> None:
         """Mark heads of any policies as used."""
         self._arrays.touch(heads)
-
-    def touch_one(self, head: int) -> None:
-        """Mark one head as used."""
-        self._arrays.touch_one(head)
 
     def remove(self, table: SlotTable, heads: I64) -> None:
         """Remove heads without counting them as evicted."""
@@ -88,11 +85,11 @@ class PolicySet:
         """Note that a namespace's place among the victims has changed."""
         self._changed.update((namespace, size) for size in self._by_namespace.get(namespace, {}))
 
-    def get(self, namespace: int, slot_bytes: int) -> EvictionPolicy | None:
+    def get(self, namespace: int, slot_bytes: int) -> S3FifoPolicy | None:
         """A namespace's policy of a slot size; None if there is none."""
         return self._policies.get((namespace, slot_bytes))
 
-    def of_namespace(self, namespace: int) -> Iterator[EvictionPolicy]:
+    def of_namespace(self, namespace: int) -> Iterator[S3FifoPolicy]:
         """Policies of a namespace, over all its slot sizes."""
         yield from self._by_namespace.get(namespace, {}).values()
 
@@ -146,12 +143,12 @@ class Coldest:
 
     def __init__(self, ended: Container[int] = ()) -> None:
         self._ended = ended
-        self._policies: dict[int, EvictionPolicy] = {}
+        self._policies: dict[int, S3FifoPolicy] = {}
         self._ranks: dict[int, int] = {}
         self._heap: list[tuple[int, int]] = []
         self._skipped: list[int] = []
 
-    def note(self, name: int, policy: EvictionPolicy) -> None:
+    def note(self, name: int, policy: S3FifoPolicy) -> None:
         """Add a policy under a name, or register that it has changed; empty ones are dropped."""
         if not len(policy):
             self._policies.pop(name, None)
@@ -167,7 +164,7 @@ class Coldest:
                 self._heap = [(rank, name) for name, rank in self._ranks.items()]
                 heapq.heapify(self._heap)
 
-    def first(self) -> tuple[int, EvictionPolicy] | None:
+    def first(self) -> tuple[int, S3FifoPolicy] | None:
         """The policy with the smallest rank, and its name; None if there is none."""
         heap = self._heap
         while heap:

@@ -14,7 +14,7 @@ from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.slot_table import KERNEL, State
-from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.state import CoreState
 
 LOADING_FRACTION_MAX = 0.25
 """Upper bound on bytes being promoted at once, as a fraction of a segment."""
@@ -189,7 +189,7 @@ class Promotions:
             if not waiting:
                 del self._by_requester[requester]
         request.namespace.used_bytes -= state.ledger.loading(
-            promotion.segment, flat(promotion.slots), -1
+            promotion.segment, promotion.slots.reshape(-1), -1
         )
         if (promotion.epoch, promotion.tier_epoch) != (
             request.namespace.epoch,
@@ -210,7 +210,7 @@ class Promotions:
                 sums.reshape(*slots.shape, CHECKSUM_BYTES),
                 request.parents[first],
             )
-            request.namespace.used_bytes += state.table.total_bytes(flat(slots))
+            request.namespace.used_bytes += state.table.total_bytes(slots.reshape(-1))
             placed += int(
                 self._binder.place(promotion.segment, request.namespace, item, promoted=True).sum()
             )
@@ -218,8 +218,8 @@ class Promotions:
 
     def _free(self, promotion: Promotion, slots: I64) -> None:
         if slots.size:
-            self._state.table.bump(flat(slots))
-            self._state.free_slots(promotion.segment, np.sort(flat(slots)))
+            self._state.table.bump(slots.reshape(-1))
+            self._state.free_slots(promotion.segment, np.sort(slots.reshape(-1)))
 
     def free_orphaned_loads(self) -> int:
         """Free the orphaned loads when a dead daemon has no disk request left; returns how many."""
@@ -251,13 +251,13 @@ class Promotions:
         found: dict[int, int] = {}
         for promotion in self._promotions.values():
             number = promotion.request.namespace.number
-            size = self._state.table.total_bytes(flat(promotion.slots))
+            size = self._state.table.total_bytes(promotion.slots.reshape(-1))
             found[number] = found.get(number, 0) + size
         return found
 
     def slots(self) -> I64:
         """All LOADING slots, flat."""
-        parts = [flat(promotion.slots) for promotion in self._promotions.values()]
+        parts = [promotion.slots.reshape(-1) for promotion in self._promotions.values()]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
 

@@ -20,7 +20,7 @@ from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import State
-from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.state import CoreState
 
 QUEUED_BLOCKS_MAX = 1 << 16
 """Upper bound on waiting blocks; further ones are skipped until they are used again."""
@@ -250,7 +250,7 @@ class Publishing:
             return None
         heads = heads[:count]
         slots = table.all_shards(heads, spec.shards)
-        hold(state, segment, flat(slots))
+        hold(state, segment, slots.reshape(-1))
         batch = BlockBatch(
             namespace,
             kv_group,
@@ -322,10 +322,10 @@ class Publishing:
         heads = batch.slots[:, 0]
         alive = self._state.table.generation[heads] == batch.generations
         self._batches.remove(batch)
-        unhold(self._state, batch.segment, flat(batch.slots))
+        unhold(self._state, batch.segment, batch.slots.reshape(-1))
         live: I64 = heads[alive]
         return live
 
     def held(self, segment: int) -> list[I64]:
         """The slots that are being published."""
-        return [flat(each.slots) for each in self._batches if each.segment == segment]
+        return [each.slots.reshape(-1) for each in self._batches if each.segment == segment]

@@ -9,7 +9,7 @@ import numpy as np
 from kvhearth.model import I64
 from kvhearth_server.core.actions import EventKind, Mark
 from kvhearth_server.core.slot_table import CopyState, State
-from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.state import CoreState
 
 
 class Cause(enum.StrEnum):
@@ -57,7 +57,7 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cau
         table.epoch[heads] == namespace.epoch
     )
     table.copy_state[heads] = CopyState.NOT
-    slots = flat(table.all_shards(heads, spec.shards))
+    slots = table.all_shards(heads, spec.shards).reshape(-1)
     table.bump(slots)
     size = state.ledger.committed(segment, slots, -1)
     namespace.used_bytes -= size

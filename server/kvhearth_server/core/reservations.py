@@ -13,14 +13,14 @@ from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
 from kvhearth_server.core.actions import EventKind, Mark, Summed
 from kvhearth_server.core.commit import Binder, CommitItem
 from kvhearth_server.core.evictor import Evictor
-from kvhearth_server.core.fast_path import SingleCommit, SingleFastPath
+from kvhearth_server.core.few_commits import FewCommits, SingleCommit
 from kvhearth_server.core.groups import Group, SlotGrant, Unfinished
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.membership import quarantine, take_from_quarantine
 from kvhearth_server.core.namespaces import Namespace, check_epoch
 from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.slot_table import State
-from kvhearth_server.core.state import CoreState, flat, require
+from kvhearth_server.core.state import CoreState, require
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Writing:
         self._state = state
         self._evictor = evictor
         self._binder = Binder(state)
-        self._single_path = SingleFastPath(state)
+        self._few = FewCommits(state, self._binder)
 
     def reserve(
         self,
@@ -144,7 +144,7 @@ class Writing:
         if not work.left:
             del group.unfinished[reservation_id]
         if handed:
-            every = np.concatenate([flat(part.slots) for part in handed])
+            every = np.concatenate([part.slots.reshape(-1) for part in handed])
             state.actions.append(Mark(every, State.RESERVED, group.number))
             state.count("reserved_slots", len(every))
         group.remember(reservation_id, handed)
@@ -286,7 +286,7 @@ class Writing:
         )
         for item in items:
             self._check_item(group, namespace, item)
-        every = [flat(item.slots) for item in items]
+        every = [item.slots.reshape(-1) for item in items]
         if every:
             ordered = np.sort(np.concatenate(every))
             require(
@@ -306,34 +306,19 @@ class Writing:
     def bind(self, session: int, epoch: int, item: CommitItem) -> Bools:
         """Bind a part of a checked commit, if its group and epoch live and it holds its slots."""
         group, namespace = self._committing(session, epoch)
-        held = SlotsItem(flat(item.slots), flat(item.generations))
+        held = SlotsItem(item.slots.reshape(-1), item.generations.reshape(-1))
         self.check_held(group, held, (State.RESERVED,))
         return self._binder.bind(group, namespace, item)
-
-    def commit_one(self, group: Group, namespace: Namespace, epoch: int, one: SingleCommit) -> bool:
-        """Fast path of ``commit`` for one key of a session of a living group.
-
-        Returns False, with nothing changed, if ``commit`` must decide.
-        """
-        return epoch == namespace.epoch and self._single_path.commit(group, namespace, one)
 
     def commit_few(
         self, group: Group, namespace: Namespace, epoch: int, ones: list[SingleCommit]
     ) -> list[bool] | None:
-        """Fast path of ``commit`` for one block of each of several chains.
+        """Fast path of ``commit`` for a few blocks, each of another chain.
 
         Returns for each block whether it was bound now; None, with nothing changed, if ``commit``
         must decide.
         """
-        if epoch != namespace.epoch or not self._single_path.are_reserved(group, namespace, ones):
-            return None
-        stored = []
-        for one in ones:
-            bound = self._single_path.commit(group, namespace, one)
-            if not bound:  # its key is known, perhaps of an older epoch
-                bound = bool(self._binder.bind(group, namespace, _item_of(one)).all())
-            stored.append(bound)
-        return stored
+        return self._few.commit(group, namespace, ones) if epoch == namespace.epoch else None
 
     def _check_item(self, group: Group, namespace: Namespace, item: CommitItem) -> None:
         state = self._state
@@ -354,8 +339,8 @@ class Writing:
             Reason.BAD_KEYS,
             f"parent key must have {namespace.contract.hash_bytes} bytes",
         )
-        slots = flat(item.slots)
-        self.check_held(group, SlotsItem(slots, flat(item.generations)), (State.RESERVED,))
+        slots = item.slots.reshape(-1)
+        self.check_held(group, SlotsItem(slots, item.generations.reshape(-1)), (State.RESERVED,))
         require(
             (state.table.slot_bytes_of(slots) == state.slot_bytes(spec)).all(),
             Reason.BAD_EXTENTS,
@@ -414,7 +399,7 @@ class Writing:
         if not live.any():
             return 0
         kept = slots[live]
-        every = flat(kept)
+        every = kept.reshape(-1)
         table.checksum[every] = (
             np.ascontiguousarray(sums[live]).view(f"V{CHECKSUM_BYTES}").reshape(-1)
         )
@@ -489,13 +474,6 @@ class Writing:
             state.namespaces.get(group.namespace).used_bytes -= size
             state.free_slots(group.segment, reserved_slots)
         return len(slots), 0
-
-
-def _item_of(one: SingleCommit) -> CommitItem:
-    """Convert to the general form."""
-    sums = np.frombuffer(one.checksum, np.uint8).reshape(1, 1, -1) if one.checksum else None
-    slots, generations = np.array([[one.slot]]), np.array([[one.generation]], np.uint32)
-    return CommitItem(one.kv_group, [one.key], slots, generations, sums, one.parent)
 
 
 class Commit:

@@ -10,7 +10,7 @@ from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import CopyState
-from kvhearth_server.core.state import CoreState, flat
+from kvhearth_server.core.state import CoreState
 
 
 class Writeback:
@@ -68,7 +68,7 @@ class Writeback:
             return None
         heads, generations = heads[:count], generations[:count]
         slots = table.all_shards(heads, spec.shards)
-        hold(state, segment, flat(slots))
+        hold(state, segment, slots.reshape(-1))
         table.copy_state[heads] = CopyState.WRITING
         links = table.parent[heads].astype(np.int64) - 1
         parents = np.where(links >= 0, table.sequence[np.maximum(links, 0)], np.uint64(0))
@@ -151,7 +151,7 @@ class Writeback:
 
     def held(self, segment: int) -> list[I64]:
         """The slots that are being written."""
-        return [flat(each.slots) for each in self._batches if each.segment == segment]
+        return [each.slots.reshape(-1) for each in self._batches if each.segment == segment]
 
     def _end(self, batch: BlockBatch) -> Bools:
         """Release the slots; returns which blocks still live, (n,)."""
@@ -160,5 +160,5 @@ class Writeback:
         alive = (table.generation[heads] == batch.generations) & (
             table.copy_state[heads] == CopyState.WRITING
         )
-        unhold(self._state, batch.segment, flat(batch.slots))
+        unhold(self._state, batch.segment, batch.slots.reshape(-1))
         return np.asarray(alive)

@@ -24,7 +24,6 @@ from kvhearth_server.core.actions import Bind, BindOne, Mark, SlabSized, Summed
 from kvhearth_server.core.adoption import AdoptedBlocks, Adoption, DropCause
 from kvhearth_server.core.namespaces import Namespaces
 from kvhearth_server.core.slot_table import KERNEL, Geometry, SlotTable, State
-from kvhearth_server.core.state import flat
 from kvhearth_server.memory.segments import Segment
 
 MAGIC = 0x4B56484A
@@ -234,7 +233,7 @@ class Journal:
         )
 
     def _bind_many(self, action: Bind) -> None:
-        slots = flat(action.slots)
+        slots = action.slots.reshape(-1)
         count, shards = action.slots.shape
         rows = np.zeros((count, shards), HEADER_DTYPE)
         rows["magic"], rows["version"] = MAGIC, VERSION

@@ -19,7 +19,7 @@ from kvhearth.failpoints import hit
 from kvhearth.model import I64, Tier
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
-from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
+from kvhearth_server.core.few_commits import SingleCommit
 from kvhearth_server.core.groups import Group, SlotGrant
 from kvhearth_server.core.lookup import KeysItem, Presence
 from kvhearth_server.core.lower_tier import PromotionRequest
@@ -33,10 +33,7 @@ from kvhearth_server.transport.messages import (
     COUNTERS_PER_HEARTBEAT_MAX,
     IDS_PER_CALL_MAX,
     SMALL_BODY_BYTES,
-    Ready,
     add_presence,
-    add_present,
-    asked_for,
     bitmaps,
     body_bounds,
     check_parts,
@@ -44,9 +41,7 @@ from kvhearth_server.transport.messages import (
     counts,
     few_commits,
     keys_items,
-    one_commit,
     plain_error,
-    ready_stored,
     slots_items,
 )
 from kvhearth_server.transport.reports import bumped, check_label
@@ -105,8 +100,6 @@ class Dispatcher:
         self._parse: Mapping[str, Callable[[bytes], Any]] = {
             name: getattr(cache_pb2, f"{name}Request").FromString for name in METHODS
         }
-        self._stored: dict[int, Ready] = {}
-        """Replies to a commit of one new key, by KV group."""
 
     def admit(self, token: str) -> Session:
         """Return the session of a token.
@@ -156,13 +149,12 @@ class Dispatcher:
             KVHearthError: the reason of a refusal.
         """
         try:
-            reply = self.decide_deferred(name, request, session)
-            return reply.message if isinstance(reply, Ready) else reply
+            return self.decide_deferred(name, request, session)
         finally:
             self._engine.run_deferred()
 
     def decide_deferred(self, name: str, request: Any, session: Session) -> Any:
-        """Answer like ``decide``, but by ``Engine.call_deferred``; the reply may be ``Ready``."""
+        """Answer like ``decide``, but by ``Engine.call_deferred``."""
         group = self._engine.core.state.group_of(session.number)
         if name != "Heartbeat" and not group.members[session.number].scheduler:
             raise KVHearthError(Reason.NOT_SCHEDULER, "only the group's scheduler takes decisions")
@@ -192,12 +184,7 @@ class Dispatcher:
         self, request: cache_pb2.LookupRequest, caller: CallContext
     ) -> cache_pb2.LookupResponse:
         engine, contract = self._engine, caller.contract
-        items = asked_for(contract, request, caller.keys_max)
-        if isinstance(items, SingleLookup):
-            if (one := _lookup_one(engine, request.epoch, items, caller)) is not None:
-                self._used(caller, request, lookup=True)
-                return one
-            items = keys_items(contract, request.groups, caller.keys_max)
+        items = keys_items(contract, request.groups, caller.keys_max)
         found = engine.call_deferred(
             engine.core.reading.lookup,
             caller.session,
@@ -328,15 +315,8 @@ class Dispatcher:
 
     def _commit(
         self, request: cache_pb2.CommitRequest, caller: CallContext
-    ) -> cache_pb2.CommitResponse | Ready | Awaitable[cache_pb2.CommitResponse]:
+    ) -> cache_pb2.CommitResponse | Awaitable[cache_pb2.CommitResponse]:
         engine, contract = self._engine, caller.contract
-        one = one_commit(contract, request.groups)
-        if one is not None and _commit_one(engine, request.epoch, one, caller):
-            self._used(caller, request, lookup=False)
-            reply = self._stored.get(one.kv_group)
-            if reply is None:
-                reply = self._stored[one.kv_group] = ready_stored(engine.boot_id, one.kv_group)
-            return reply
         few = few_commits(contract, request.groups)
         if few is not None and (stored := _commit_few(engine, request.epoch, few, caller)):
             self._used(caller, request, lookup=False)
@@ -362,7 +342,7 @@ class Dispatcher:
     def _committed(self, commit: Commit) -> cache_pb2.CommitResponse:
         engine = self._engine
         hit("commit.after")
-        engine.counters.add("commits")
+        engine.core.state.count("commits")
         groups = [item.kv_group for item in commit.items]
         return cache_pb2.CommitResponse(
             boot_id=engine.boot_id, stored=bitmaps(groups, commit.stored)
@@ -538,37 +518,6 @@ def _few(count: int, what: str) -> None:
         raise KVHearthError(
             Reason.TOO_MANY_KEYS, f"{count} {what} in one call, at most {IDS_PER_CALL_MAX}"
         )
-
-
-def _lookup_one(
-    engine: Engine, epoch: int, one: SingleLookup, caller: CallContext
-) -> cache_pb2.LookupResponse | None:
-    """Return the reply to a lookup of one key, or None (no side effects) if the general path must
-    decide.
-    """
-    if epoch != caller.namespace.epoch:
-        return None
-    lookup = engine.core.reading.lookup_one
-    extent = engine.call_deferred(lookup, caller.group, caller.namespace, one, engine.now())
-    if extent is None:
-        return None
-    tokens = caller.contract.groups[one.kv_group].block_tokens
-    reply = cache_pb2.LookupResponse(
-        boot_id=engine.boot_id, lease_id=one.lease_id, hit_tokens=tokens
-    )
-    add_present(reply.groups, one.kv_group, extent)
-    return reply
-
-
-def _commit_one(engine: Engine, epoch: int, one: SingleCommit, caller: CallContext) -> bool:
-    """Commit one new key; return False (no side effects) if the general path must decide."""
-    hit("commit.before")
-    commit = engine.core.writing.commit_one
-    if not engine.call_deferred(commit, caller.group, caller.namespace, epoch, one):
-        return False
-    hit("commit.after")
-    engine.core.state.count("commits")
-    return True
 
 
 def _commit_few(

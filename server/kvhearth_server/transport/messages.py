@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.keys import PackedKeys, split_keys
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Tier, pack_bits
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, PackedKeys, Tier, pack_bits, split_keys
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
 from kvhearth_server.core.commit import Chains, CommitItem
-from kvhearth_server.core.fast_path import SingleCommit, SingleLookup
+from kvhearth_server.core.few_commits import SingleCommit
 from kvhearth_server.core.lookup import KeysItem, Presence
 from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.state import group_spec, require
@@ -37,9 +36,6 @@ _COUNTER_BYTES = 80
 _OTHER_BYTES = 4096
 _VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5
 _DRAM = bytes([Tier.DRAM])
-_SUM_LENGTHS = (0, CHECKSUM_BYTES)
-_YES = b"\1"
-"""A bitmap of one set bit."""
 
 
 class TooManyParts(KVHearthError):
@@ -167,39 +163,7 @@ def _chains(group: cache_pb2.GroupCommit, contract: Contract, key_count: int) ->
     return Chains(starts, [b"" if parent == none else parent for parent in parents])
 
 
-def asked_for(
-    contract: Contract, request: cache_pb2.LookupRequest, keys_max: int
-) -> SingleLookup | list[KeysItem]:
-    """Return a lookup's keys as ``keys_items`` does; one with a lease as ``SingleLookup``, unless
-    it is a portion of a request.
-    """
-    groups = request.groups
-    if len(groups) != 1:
-        return keys_items(contract, groups, keys_max)
-    group = groups[0]
-    blob = group.keys
-    lease_id = request.lease_id
-    if len(blob) == contract.hash_bytes and lease_id and not request.portion:
-        return SingleLookup(group.group, blob, lease_id)
-    _few_keys(len(blob), contract, keys_max)
-    return [KeysItem(group.group, PackedKeys(blob, contract.hash_bytes))]
-
-
-def one_commit(contract: Contract, groups: Sequence[cache_pb2.GroupCommit]) -> SingleCommit | None:
-    """Return a commit of exactly one key and one slot; None if ``commit_items`` must parse it."""
-    if len(groups) != 1:
-        return None
-    group = groups[0]
-    key, slots, generations = group.keys, group.slots, group.generations
-    if len(key) != contract.hash_bytes or len(slots) != 4 or len(generations) != 4:
-        return None
-    if len(checksum := group.checksums) not in _SUM_LENGTHS or group.chains or group.parents:
-        return None
-    slot, generation = int.from_bytes(slots, "little"), int.from_bytes(generations, "little")
-    return SingleCommit(group.group, key, slot, generation, checksum, group.parent)
-
-
-FEW_MAX = 64
+FEW_MAX = 16
 """Most blocks of a commit that are bound one by one; for more, work on arrays is cheaper."""
 
 
@@ -212,11 +176,17 @@ def few_commits(
     if len(groups) != 1:
         return None
     group, size = groups[0], contract.hash_bytes
-    count = len(group.chains) // _NUMBER_BYTES
-    if not 0 < count <= FEW_MAX or group.chains != _each_a_chain(count):
+    count = len(group.keys) // size
+    if not 0 < count <= FEW_MAX or len(group.keys) != count * size:
         return None
-    if not len(group.keys) == len(group.parents) == count * size:
+    if group.chains:
+        if group.chains != _each_a_chain(count) or len(group.parents) != count * size:
+            return None
+        parents = split_keys(group.parents, size)
+    elif count > 1 or group.parents:
         return None
+    else:
+        parents = [group.parent]
     if not len(group.slots) == len(group.generations) == count * _NUMBER_BYTES:
         return None
     if len(group.checksums) not in (0, count * CHECKSUM_BYTES):
@@ -232,7 +202,7 @@ def few_commits(
             _numbers(group.slots, "slots").tolist(),
             _numbers(group.generations, "generations").tolist(),
             sums,
-            split_keys(group.parents, size),
+            parents,
             strict=True,
         )
     ]
@@ -299,29 +269,6 @@ def add_presence(groups: Any, one: Presence) -> None:
         leased=pack_bits(one.leased),
         extents=one.extents.tobytes(),
     )
-
-
-def add_present(groups: Any, kv_group: int, extent: bytes) -> None:
-    """Add the answer for one block that is present and leased; like ``add_presence``."""
-    groups.add(group=kv_group, present=_YES, ready=_YES, tiers=_DRAM, leased=_YES, extents=extent)
-
-
-class Ready(NamedTuple):
-    """A reply serialized in advance, because the same one is sent again and again."""
-
-    message: Any
-    data: bytes
-
-    def SerializeToString(self) -> bytes:
-        """See ``Message``."""
-        return self.data
-
-
-def ready_stored(boot_id: str, kv_group: int) -> Ready:
-    """Return the reply to a commit of one new key."""
-    stored = [types_pb2.GroupBitmap(group=kv_group, bits=_YES)]
-    message = cache_pb2.CommitResponse(boot_id=boot_id, stored=stored)
-    return Ready(message, message.SerializeToString())
 
 
 def bitmaps(

@@ -1,17 +1,25 @@
-"""Description of an engine for the core: its facts, pages, requests, steps and counters."""
+"""The engine as the scheduler's half sees it: its facts, pages, requests and steps, its contract's
+groups, the costs of loads, the counters.
+"""
 
 from __future__ import annotations
 
+import enum
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from kvhearth.client import KVClient
-from kvhearth.connectors.core.groups import EngineGroups
-from kvhearth.connectors.core.load_policy import UNBOUNDED_TOKENS, LoadPolicy
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import Geometry
+from kvhearth.contract import Contract, GroupKind
+from kvhearth.keys import fold_key
+from kvhearth.model import I64, Bools, Tier
+from kvhearth.results import LookupResult, usable_tokens
 from kvhearth.wire.handshake import NAMELESS, Run
 
 COUNTERS = {
@@ -92,6 +100,8 @@ def summary(data: Mapping[str, Any]) -> dict[str, float]:
     return line
 
 
+UNBOUNDED_TOKENS = 1 << 62
+"""A bound in tokens where nobody gave one. 0 is a bound like any other: it means none at all."""
 NULL_PAGE = 0
 """Page in a block table whose block the engine does not keep, such as one behind a window."""
 
@@ -212,6 +222,273 @@ class Step(NamedTuple):
     scheduled: Mapping[str, int] = _NOTHING
     find_table: Callable[[str], BlockTable] = lambda _: ()
     states: Mapping[str, Sequence[tuple[int, int, int]]] = _NOTHING
+
+
+class EngineGroups:
+    """Arithmetic over the groups of one contract. Pure.
+
+    Args:
+        contract: the engine's contract.
+        kv_groups: the engine's number of each of the contract's groups.
+        hash_tokens: tokens that one of the engine's block hashes covers.
+
+    Attributes:
+        step_tokens: granularity of hits: a hit ends at a multiple of this many tokens.
+        whole: True if all groups attend to everything, so that a hit may be cut anywhere and the
+            engine may step back a token after it.
+    """
+
+    def __init__(self, contract: Contract, kv_groups: Sequence[int], hash_tokens: int) -> None:
+        self.hash_tokens = hash_tokens
+        self.specs = contract.groups
+        self.kv_groups = tuple(kv_groups)
+        self.count = len(self.specs)
+        self._scales = [spec.block_tokens // hash_tokens for spec in self.specs]
+        if any(spec.block_tokens % hash_tokens for spec in self.specs):
+            raise ValueError(f"hashes of {hash_tokens} tokens do not divide the groups' blocks")
+        self._growing = [
+            (group, spec.block_tokens)
+            for group, spec in enumerate(self.specs)
+            if spec.kind is not GroupKind.MAMBA
+        ]
+        self._block_tokens = min((size for _, size in self._growing), default=1)
+        windows = (one for one in self.specs if one.kind is GroupKind.SLIDING_WINDOW)
+        self._window_tokens = min((one.window_tokens for one in windows), default=1 << 62)
+        self.step_tokens = math.lcm(*(spec.block_tokens for spec in self.specs))
+        self.whole = all(spec.kind is GroupKind.FULL for spec in self.specs)
+
+    def keys(self, hashes: Sequence[bytes], key_salt: bytes = b"") -> dict[int, list[bytes]]:
+        """Return the keys of all full blocks of a request, by group.
+
+        Args:
+            hashes: the engine's hashes, one for each ``hash_tokens``; each covers all before it.
+            key_salt: digest of everything that the hashes do not cover, or empty.
+        """
+        keys: dict[int, list[bytes]] = {}
+        for group, scale in enumerate(self._scales):
+            own = list(hashes if scale == 1 else hashes[scale - 1 :: scale])
+            keys[group] = [fold_key(bytes(key), key_salt) for key in own] if key_salt else own
+        return keys
+
+    def key(self, group: int, hashes: Sequence[bytes], block: int, key_salt: bytes = b"") -> bytes:
+        """Return the key of one block of one group."""
+        own = bytes(hashes[(block + 1) * self._scales[group] - 1])
+        return fold_key(own, key_salt) if key_salt else own
+
+    def full_blocks(self, group: int, hashes: Sequence[bytes], tokens: int) -> int:
+        """Count the blocks of a group that are full after ``tokens`` computed tokens and have a
+        key.
+        """
+        return min(tokens // self.specs[group].block_tokens, len(hashes) // self._scales[group])
+
+    def due_tokens(self, next_block: Sequence[int]) -> int:
+        """Return the token count at which the next block of some group is full. Recurrent states do
+        not count: the engine hands them off itself.
+        """
+        due = 1 << 62
+        for group, block_tokens in self._growing:
+            due = min(due, (next_block[group] + 1) * block_tokens)
+        return due
+
+    def run_tokens(self, wanted_tokens: int) -> int:
+        """Return how many tokens after the end of a full block ``wanted_tokens`` of blocks are
+        full; 0 if windows are so small that the engine might drop the first of them before.
+        """
+        return max(min(wanted_tokens, self._window_tokens // 4) - self._block_tokens, 0)
+
+    def reach(self, found: LookupResult, limit_tokens: int) -> int:
+        """Return the token count up to which leased blocks let the engine continue,
+        ``limit_tokens`` at most.
+        """
+        limit = min(found.hit_tokens, limit_tokens)
+        limit -= limit % self.step_tokens
+        if limit <= 0 or found.lease is None:
+            return 0
+        if limit == found.hit_tokens:
+            return limit
+        flags = [(self.specs[group], result.leased) for group, result in found.groups.items()]
+        return usable_tokens(flags, limit)
+
+    def end(self, tokens: int, *, step_back: bool) -> int:
+        """Return the token count up to which a hit of a request of ``tokens`` may reach.
+
+        Where all groups attend to everything, the engine steps back a token itself after a hit of
+        the whole prompt. A window or a state cannot step back, nor does the engine where
+        ``step_back`` is set.
+        """
+        return tokens if self.whole and not step_back else tokens - 1
+
+    def ceiling(self, found: LookupResult, limit_tokens: int) -> int:
+        """Return the token count that would be reached if all blocks on slower tiers were
+        promoted, ``limit_tokens`` at most; those that a remote is asked about count as present.
+        """
+        flags = [
+            (self.specs[group], result.ready | (result.tiers >= Tier.SSD))
+            for group, result in found.groups.items()
+        ]
+        return usable_tokens(flags, limit_tokens)
+
+    def needed(self, group: int, start_tokens: int, end_tokens: int) -> range:
+        """Return the blocks of a group to load for a hit of ``end_tokens`` when the engine already
+        has the first ``start_tokens``.
+        """
+        spec = self.specs[group]
+        end = end_tokens // spec.block_tokens
+        first = start_tokens // spec.block_tokens
+        if spec.kind is GroupKind.MAMBA:
+            return range(max(end - 1, 0), end)
+        if spec.kind is GroupKind.SLIDING_WINDOW:
+            back = -(-(spec.window_tokens - 1) // spec.block_tokens)
+            return range(max(end - back, first, 0), end)
+        return range(first, end)
+
+
+def rows(leased: Bools, blocks: range) -> I64 | slice | None:
+    """Return the positions of ``blocks`` among the leased blocks, which is the order of their
+    extents; None if one of them is not leased.
+    """
+    if blocks.stop > len(leased) or blocks.start >= blocks.stop:
+        return None if len(blocks) else slice(0, 0)
+    if leased[: blocks.stop].all():  # nearly always; a view of their extents costs no copy
+        return slice(blocks.start, blocks.stop)
+    if not leased[blocks.start : blocks.stop].all():
+        return None
+    before: I64 = np.cumsum(leased)[blocks.start : blocks.stop] - 1
+    return before
+
+
+_DECAY = 0.97
+_COUNT_MIN = 4
+_TRY_EVERY = 64
+
+
+class CostLine:
+    """Seconds as a line over tokens, fitted to recent measurements; old ones fade.
+
+    Pure. Both coefficients stay at 0 or above, so that the line can be extrapolated beyond the
+    measurements.
+    """
+
+    def __init__(self, decay: float = _DECAY) -> None:
+        self._decay = decay
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.count = 0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Record that ``tokens`` took ``seconds``."""
+        keep, x = self._decay, float(tokens)
+        self._weight = self._weight * keep + 1.0
+        self._x = self._x * keep + x
+        self._y = self._y * keep + seconds
+        self._xx = self._xx * keep + x * x
+        self._xy = self._xy * keep + x * seconds
+        self.count += 1
+
+    def seconds(self, tokens: int) -> float:
+        """Estimate the seconds for ``tokens``; 0 before any measurement."""
+        fixed, slope = self._line()
+        return fixed + slope * tokens
+
+    def _line(self) -> tuple[float, float]:
+        if not self._x:
+            return 0.0, 0.0
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_x * mean_x
+        # Measurements of one size cannot separate a fixed part: attribute everything to the slope.
+        slope = mean_y / mean_x
+        if spread > 1e-3 * mean_x * mean_x:
+            slope = (self._xy / self._weight - mean_x * mean_y) / spread
+        slope = min(max(slope, 0.0), mean_y / mean_x)
+        return mean_y - slope * mean_x, slope
+
+
+class Verdict(enum.StrEnum):
+    """Decision about a hit."""
+
+    LOAD = "load"
+    TOO_SHORT = "too_short"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A user's bounds of one load in tokens; ``always`` switches the estimate off."""
+
+    min_load_tokens: int = 0
+    max_load_tokens: int = UNBOUNDED_TOKENS
+    always: bool = False
+
+
+class LoadPolicy:
+    """Decides about each hit. Learns from loads, promotions from SSD and prefill steps.
+
+    Until the rates are known, every hit is loaded, after a wait for promotion where it needs one.
+    One in 64 hits that look slower than computing is loaded all the same, so that a rate that was
+    once bad is measured again. Pure.
+
+    Args:
+        bounds: the user's bounds.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.load = CostLine()
+        self.promotion = CostLine()
+        self.prefill = CostLine()
+        self._bounds = bounds
+        self._refused_count = 0
+
+    def most(self, asked: int = UNBOUNDED_TOKENS) -> int:
+        """Return the most tokens that one load may bring; ``asked`` is a request's own bound."""
+        return min(self._bounds.max_load_tokens, asked)
+
+    def judge(self, tokens: int) -> Verdict:
+        """Decide about a hit of ``tokens`` beyond those that the engine has."""
+        if tokens < self._bounds.min_load_tokens:
+            return Verdict.TOO_SHORT
+        if self._bounds.always or not _known(self.load, self.prefill):
+            return Verdict.LOAD
+        if self.load.seconds(tokens) <= self.prefill.seconds(tokens):
+            return Verdict.LOAD
+        return Verdict.LOAD if self._retries() else Verdict.RECOMPUTE
+
+    def prefetches(self, tokens: int) -> bool:
+        """Whether to promote blocks from SSD for a request of ``tokens`` before the number of hits
+        is known. True if a hit of all tokens would still be worth it.
+        """
+        if tokens < self._bounds.min_load_tokens:
+            return False
+        if self._bounds.always or not _known(self.load, self.promotion, self.prefill):
+            return True
+        up_s = self.promotion.seconds(tokens) + self.load.seconds(tokens)
+        return up_s <= self.prefill.seconds(tokens) or self._retries()
+
+    def awaits(self, ready: int, most: int, eta_s: float) -> bool:
+        """Whether a request waits until ``most`` tokens beyond those that the engine has can be
+        loaded, when ``ready`` of them can be loaded at once.
+
+        Args:
+            eta_s: the daemon's estimate for the others. This engine's own measurement counts where
+                it is longer.
+        """
+        if most <= ready or most < self._bounds.min_load_tokens:
+            return False
+        if self._bounds.always or not _known(self.load, self.prefill):
+            return True
+        if _known(self.promotion):
+            eta_s = max(eta_s, self.promotion.seconds(most - ready))
+        now_s = self.prefill.seconds(most)
+        if ready:
+            now_s = min(now_s, self.load.seconds(ready) + self.prefill.seconds(most - ready))
+        return eta_s + self.load.seconds(most) <= now_s or self._retries()
+
+    def _retries(self) -> bool:
+        """Whether to try a choice that looks too slow once more."""
+        self._refused_count += 1
+        return self._refused_count % _TRY_EVERY == 0
+
+
+def _known(*lines: CostLine) -> bool:
+    return min(line.count for line in lines) >= _COUNT_MIN
 
 
 @dataclass(frozen=True)

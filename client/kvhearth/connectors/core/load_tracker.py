@@ -14,8 +14,8 @@ from kvhearth.connectors.core.engine import (
     Context,
     Request,
     RequestOptions,
+    rows,
 )
-from kvhearth.connectors.core.groups import rows
 from kvhearth.connectors.core.lookup_queue import Lookup
 from kvhearth.connectors.core.step_metadata import LoadJob, Move, RankLoaded
 from kvhearth.connectors.core.store_tracker import Progress

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvhearth.client import KVClient
-from kvhearth.connectors.core.groups import EngineGroups
+from kvhearth.connectors.core.engine import EngineGroups
 from kvhearth.errors import ClientReason, Reason
 from kvhearth.results import LookupResult, PromotionWait
 from kvhearth.wire.messages import absent

@@ -7,8 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container
 
-from kvhearth.connectors.core.engine import BlockTable, Context, Request, Step
-from kvhearth.connectors.core.load_policy import Verdict
+from kvhearth.connectors.core.engine import BlockTable, Context, Request, Step, Verdict
 from kvhearth.connectors.core.load_tracker import Loads, RequestState
 from kvhearth.connectors.core.lookup_queue import Lookup, LookupQueue
 from kvhearth.connectors.core.store_tracker import Progress

@@ -16,15 +16,16 @@ from typing import Any, TypeVar, cast
 from kvhearth.client import connect
 from kvhearth.connectors.core.engine import (
     BlockTable,
+    Bounds,
     Context,
     Counters,
     EngineFacts,
+    EngineGroups,
+    LoadPolicy,
     PagePool,
     Request,
     Step,
 )
-from kvhearth.connectors.core.groups import EngineGroups
-from kvhearth.connectors.core.load_policy import Bounds, LoadPolicy
 from kvhearth.connectors.core.load_tracker import Loads
 from kvhearth.connectors.core.requests import DECODE_RUN_TOKENS, Requests
 from kvhearth.connectors.core.settings import Settings

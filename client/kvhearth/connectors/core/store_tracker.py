@@ -14,8 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvhearth.connectors.core.engine import NULL_PAGE, BlockTable, Context, PagePool
-from kvhearth.connectors.core.load_policy import UNBOUNDED_TOKENS
+from kvhearth.connectors.core.engine import (
+    NULL_PAGE,
+    UNBOUNDED_TOKENS,
+    BlockTable,
+    Context,
+    PagePool,
+)
 from kvhearth.connectors.core.step_metadata import Move, RankStored, StoreJob, WorkerReport
 from kvhearth.contract import GroupKind
 from kvhearth.model import CHECKSUM_BYTES, U8, Bools

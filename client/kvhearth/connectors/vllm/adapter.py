@@ -12,8 +12,13 @@ from logging import ERROR
 from typing import Any, ClassVar, overload
 
 from kvhearth.codec import LOSSLESS
-from kvhearth.connectors.core.engine import BlockTable, EngineFacts, RequestOptions, Step
-from kvhearth.connectors.core.load_policy import UNBOUNDED_TOKENS
+from kvhearth.connectors.core.engine import (
+    UNBOUNDED_TOKENS,
+    BlockTable,
+    EngineFacts,
+    RequestOptions,
+    Step,
+)
 from kvhearth.connectors.core.scheduler import SchedulerConnector, agreed
 from kvhearth.connectors.core.settings import Settings, one_of
 from kvhearth.connectors.core.step_metadata import Geometry, Handshake

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvhearth.keys import PackedKeys
-from kvhearth.model import I64, Bools
+from kvhearth.model import I64, Bools, PackedKeys
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lookup import hit_blocks
 from kvhearth_server.core.lower_tier import Below, PromotionRequest

@@ -12,7 +12,6 @@ from kvhearth_server.core.actions import EventKind
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.state import flat
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Identity, StoreBatch
 
 _NAMES_MAX = 1 << 14
@@ -39,7 +38,7 @@ class BlockNaming:
         """Return the tier's name for the blocks of a KV group, by default of the current epoch."""
         spec: GroupSpec = namespace.contract.groups[kv_group]
         name = self.name(namespace)
-        if len(self._numbers) >= _NAMES_MAX + len(self._core.state.namespaces):
+        if len(self._numbers) >= _NAMES_MAX + self._core.state.limits.namespaces_max:
             self._number_all()
         self._numbers[name] = namespace.number
         shown = namespace.epoch if epoch is None else epoch
@@ -107,7 +106,7 @@ class BlockNaming:
 
     def places(self, slots: I64, length: int) -> Records:
         """Return the places of slots (n, shards) in the arena, ``ADDRESS_DTYPE`` (n, shards)."""
-        extents = self._core.state.table.extents(flat(slots), length)
+        extents = self._core.state.table.extents(slots.reshape(-1), length)
         places = np.zeros(slots.shape, ADDRESS_DTYPE)
         places["region"] = extents["segment"].reshape(slots.shape)
         places["offset"] = extents["offset"].reshape(slots.shape)

@@ -61,17 +61,6 @@ class TierComponents:
     restorer: Restorer
     rate: ReadRate
 
-    @property
-    def header_pages(self) -> int:
-        """Number of header pages in all."""
-        return self.settings.queue_writes + REINSERT_PAGES
-
-    @property
-    def needs_reclaim(self) -> bool:
-        """Whether a log waits for the reclaimer's next turn."""
-        now = self.clock()
-        return any(log.needs_reclaim(now) for log in self.log.tenant_logs)
-
 
 def build(
     settings: SsdSettings,

@@ -47,6 +47,11 @@ class HeaderPages:
         """Number of pages that can be taken."""
         return len(self._free)
 
+    @property
+    def lent(self) -> int:
+        """Number of pages that were taken and not given back."""
+        return len(self._bytes) - len(self._free)
+
     def take(self, records: Records) -> list[int]:
         """Write headers to as many pages and return the pages' numbers. There must be enough."""
         count = len(records)
@@ -316,6 +321,12 @@ class Log:
     def tenant_logs(self) -> list[TenantLog]:
         """The logs of all directories."""
         return [log for log_dir in self.log_dirs for log in log_dir.logs.values()]
+
+    @property
+    def needs_reclaim(self) -> bool:
+        """Whether a log waits for the reclaimer's next turn."""
+        now = self._clock()
+        return any(log.needs_reclaim(now) for log in self.tenant_logs)
 
     def new_number(self) -> int:
         """Return a new segment number."""

@@ -190,7 +190,7 @@ class SsdTier(Tier):
                 task.resolve(left.tolist(), refusal)
                 self._budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
-        if self._completions or self.parts.needs_reclaim:
+        if self._completions or self.parts.log.needs_reclaim:
             signal_event(self.event_fd)
         return task.ticket
 
@@ -213,7 +213,7 @@ class SsdTier(Tier):
                 self.parts.index.used(entries[rows])
             self.parts.transfers.load(task, rows, entries[rows])
         task.finish_if_done()
-        if self._completions or self.parts.needs_reclaim:
+        if self._completions or self.parts.log.needs_reclaim:
             signal_event(self.event_fd)
         return task.ticket
 
@@ -494,7 +494,7 @@ class SsdTier(Tier):
             raise ValueError(f"{reads} reads by segments, {parts.transfers.reads} in all")
         if self._tasks or parts.reclaimer.busy:
             return
-        missing = parts.header_pages - parts.pages.free + parts.transfers.unread_pages
+        missing = parts.pages.lent + parts.transfers.unread_pages
         if missing or reads or parts.transfers.writes:
             raise ValueError(f"idle, but {missing} header pages and {reads} reads are out")
 

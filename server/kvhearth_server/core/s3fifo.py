@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvhearth_server.core.eviction.base import (
-    FREQ_MAX,
-    I64,
-    U32,
-    FifoRing,
-    PolicyArrays,
-    nothing_passed,
-    remove_slots,
-)
+from kvhearth.model import I64, U32
+from kvhearth_server.core.slot_rings import FREQ_MAX, FifoRing, PolicyArrays, remove_slots
 
 _ENTRIES_MIN = 64
 _GROWN_MIN = 64
@@ -155,8 +148,19 @@ the conversation later, when the small queue has passed.
 """
 
 
+def nothing_passed() -> None:
+    """Lets a policy pass over any number of used blocks."""
+
+
 class S3FifoPolicy:
-    """``EvictionPolicy`` by S3-FIFO.
+    """S3-FIFO over the heads of blocks of one namespace and one size class, by slot number.
+
+    The caller guarantees that all calls come from one thread, that all policies over one
+    ``PolicyArrays`` share an arena, and that a chain's blocks are inserted leaf first, so that its
+    tail goes before its prefix. The policy frees nothing: it proposes, the caller evicts.
+
+    Slots are I64 arrays of shape (n,); the caller guarantees to ``touch`` and ``evict`` that they
+    exist. Methods that raise ValueError have changed nothing.
 
     Two things differ from the paper. First, the ghost learns a key when the key enters the small
     queue, not when it is evicted from it. Both orders are the same in a FIFO, an inserted key is
@@ -175,7 +179,16 @@ class S3FifoPolicy:
         return self._small.live + self._main.live
 
     def insert(self, slots: I64, fingerprints: U32 | None = None) -> None:
-        """See ``EvictionPolicy.insert``; a key that the ghost knows goes to the main queue."""
+        """Admit blocks, the coldest first; O(n), vectorised.
+
+        ``fingerprints``, shape (n,), are hashes of the blocks' keys, uniform over 32 bits. A policy
+        may use them to recognise a key that was here before. Without them (adoption) every block
+        counts as new.
+
+        Raises:
+            ValueError: if a slot is in a policy already, occurs twice or does not exist, or the
+                shapes differ.
+        """
         if fingerprints is not None and len(fingerprints) != len(slots):
             raise ValueError(f"{len(fingerprints)} fingerprints for {len(slots)} slots")
         if len(slots) == 1 and fingerprints is not None:
@@ -191,29 +204,50 @@ class S3FifoPolicy:
         self._main.push(slots[known])
 
     def insert_one(self, slot: int, fingerprint: int) -> None:
-        """See ``EvictionPolicy.insert_one``."""
+        """Admit one block with the hash of its key.
+
+        Raises:
+            ValueError: as ``insert``.
+        """
         self._arrays.claim_one(slot)
         self._ghost.fit(self._small.live + self._main.live + 1)
         known = self._ghost.take_known_one(fingerprint)
         (self._main if known else self._small).push_one(slot)
 
-    def touch(self, slots: I64) -> None:
-        """See ``EvictionPolicy.touch``."""
-        self._arrays.touch(slots)
-
     def remove(self, slots: I64) -> None:
-        """See ``EvictionPolicy.remove``."""
+        """Remove members whose blocks were deleted, replaced or found invalid; O(n), vectorised.
+
+        Raises:
+            ValueError: if a slot is not a member or occurs twice.
+        """
         remove_slots(self._arrays, slots, (self._small, self._main))
 
     def evict(self, slot: int) -> None:
-        """See ``EvictionPolicy.evict``."""
+        """Evict one member: the last victim or another block of its chain.
+
+        Raises:
+            ValueError: if the slot is not a member.
+        """
         if not self._small.remove_one(slot) and not self._main.remove_one(slot):
             raise ValueError(f"slot {slot} is not a member")
 
     def victim(
         self, evictable: Callable[[int], bool], passed: Callable[[], None] = nothing_passed
     ) -> int | None:
-        """See ``EvictionPolicy.victim``."""
+        """Return the member to evict next, still a member; None if none of them is evictable.
+
+        ``passed`` is called for each used block that was passed over. If it or ``evictable``
+        raises, the policy stays consistent and the next call continues from there.
+
+        ``evictable`` must be pure during the call. Without other calls between, and while
+        ``evictable`` answers the same, a second call returns the same slot.
+
+        Passing over a used block spends one of its uses, so those steps are paid for by ``touch``.
+        Passing over one that is not evictable puts it where the next scan meets it last. Therefore
+        only a policy whose members are nearly all leased makes a call O(n). The global cap on held
+        bytes rules that out except for small namespaces, and a call never looks at a member more
+        than ``FREQ_MAX + 3`` times.
+        """
         for scan in (self._scan_small, self._scan_main):
             slot = scan(evictable, passed)
             if slot is not None:
@@ -221,16 +255,25 @@ class S3FifoPolicy:
         return self._any_of_small(evictable)
 
     def age_rank(self) -> int | None:
-        """See ``EvictionPolicy.age_rank`` of the queue whose turn it is."""
+        """Push time of the entry at the cold end; None if there is none.
+
+        The unit is pushes to all policies of these arrays. The caller takes from the policy with
+        the smaller rank. Approximate: never early, late by some tens of entries of this policy (one
+        tick serves a group), so a tiny active namespace looks younger than it is, not older.
+        """
         slot = self._small.peek() if self._small_is_due() else self._main.peek()
         return None if slot is None else self._arrays.tick_of(slot)
 
     def slots(self) -> I64:
-        """See ``EvictionPolicy.slots``: the small queue, then the main one, each oldest first."""
+        """All members, in no guaranteed order; shape (len,)."""
         return np.concatenate([self._small.slots(), self._main.slots()])
 
     def check(self) -> None:
-        """See ``EvictionPolicy.check``."""
+        """Recompute everything from scratch.
+
+        Raises:
+            ValueError: with the numbers, if entries, positions and counts disagree.
+        """
         self._small.check()
         self._main.check()
         members = self.slots()
