@@ -11,7 +11,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help remotes setup run test test-all test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-all test-lab test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -43,14 +43,17 @@ SUITE := $(BIN)/python tests/suites.py
 test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; four minutes; TEST_JOBS=1 runs them in one process
 	$(SUITE) default -m 'not slow and not gpu' $(TEST_ARGS)
 
-test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daemons, of tools and of documents: ten minutes
+test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daemons, and of documents: ten minutes
 	$(SUITE) system -m 'not slow and not gpu' $(TEST_ARGS)
+
+test-lab: $(VENV)/.ready ## tests of the benches, of the attackers, of the fault injection and of the GPU kit
+	$(BIN)/pytest lab/tests $(TEST_ARGS)
 
 test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: SeaweedFS, rclone, Valkey, Redis, Mooncake
 	$(BIN)/pytest -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
 
 # `make test-all TEST_ALL='test-slow bench-ssd'` runs some of them.
-TEST_ALL := check test smoke test-system test-slow test-hostile test-floors test-remotes test-engines test-vllm-suite \
+TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-vllm-suite \
   bench-local bench-stalls bench-ssd bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft
 
 test-all: ## everything that this machine can run, benches with --quick, and a table of it: hours; before an issue is closed, its parts
@@ -74,21 +77,21 @@ test-hostile: $(VENV)/.ready ## attackers beside a good client, two minutes; HOS
 	$(BIN)/kvhearth hostile --json $(HOSTILE_ARGS)
 
 test-gpu: $(VENV)/.ready   ## the CUDA copier on a real device
-	$(BIN)/pytest -m gpu tests/gpu tests/contract $(TEST_ARGS)
+	$(BIN)/pytest -m gpu lab/gpu tests/contract $(TEST_ARGS)
 
 KIT_VERSIONS  := 3.11 3.12 3.13
 KIT_PLATFORMS := --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64
 
-gpu-kit: $(VENV)/.ready    ## wheels for tests/gpu/run.py on a bare CUDA machine: tests/gpu/kit, 13 MB, Python 3.11 to 3.13
-	rm -rf tests/gpu/kit
+gpu-kit: $(VENV)/.ready    ## wheels for lab/gpu/run.py on a bare CUDA machine: lab/gpu/kit, 13 MB, Python 3.11 to 3.13
+	rm -rf lab/gpu/kit
 	for version in $(KIT_VERSIONS); do \
 	  $(PIP) download --no-deps --only-binary=:all: --implementation cp --python-version $$version $(KIT_PLATFORMS) \
-	    -r tests/gpu/kit.txt -d tests/gpu/kit || exit 1; \
+	    -r lab/gpu/kit.txt -d lab/gpu/kit || exit 1; \
 	done
-	du -sh tests/gpu/kit
+	du -sh lab/gpu/kit
 
 gpu-run: $(VENV)/.ready    ## everything that only a GPU can tell, in nine minutes: GPU_JSON=FILE; without one each part says why it skips
-	$(BIN)/python tests/gpu/run.py --json $(GPU_JSON) $(GPU_ARGS)
+	$(BIN)/python lab/gpu/run.py --json $(GPU_JSON) $(GPU_ARGS)
 
 $(ENGINES)/.packages: tests/engines/requirements.txt tests/engines/shim.py
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
@@ -205,10 +208,10 @@ wheels: $(WHEELS)/.ready ## wheels with the native module for x86-64 and ARM (di
 
 clean:           ## remove what make built
 	rm -f $(NATIVE)
-	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis $(VENV)-remotes dist tests/gpu/kit
+	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis $(VENV)-remotes dist lab/gpu/kit
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
-	$(BIN)/python tests/bench/heart.py $(BENCH_ARGS)
+	$(BIN)/python lab/heart.py $(BENCH_ARGS)
 
 bench-gpu: $(VENV)/.ready ## kvhearth bench gpu: bandwidth and time to the first token on a GPU; the last line is one JSON object
 	$(BIN)/kvhearth bench gpu --json $(BENCH_ARGS)
@@ -218,8 +221,8 @@ bench-local: $(VENV)/.ready ## kvhearth bench local: copies, lookups, memory; th
 
 remotes: $(VENV)-remotes/.ready $(VENV)-redis/.ready $(VENV)-mooncake/.ready ## servers for the remote tier's tests (0.3 GB), which skip without them
 
-$(VENV)-%/.ready: tests/bench/peers/%.txt tests/bench/peers/install.sh
-	PYTHON=$(PYTHON) sh tests/bench/peers/install.sh $(VENV)-$* $* "$(TORCH_SPEC)"
+$(VENV)-%/.ready: lab/environments/%.txt lab/environments/install.sh
+	PYTHON=$(PYTHON) sh lab/environments/install.sh $(VENV)-$* $* "$(TORCH_SPEC)"
 
 bench-peers: $(VENV)/.ready $(VENV)-lmcache/.ready $(VENV)-mooncake/.ready ## LMCache and Mooncake Store beside ours, each in an environment of its own (1.7 GB)
 	$(BIN)/kvhearth bench peers --json --lmcache $(VENV)-lmcache/bin/python --mooncake $(VENV)-mooncake/bin/python $(BENCH_ARGS)
@@ -244,8 +247,8 @@ $(ENGINES)/bench-models/.ready: tests/engines/models.py $(ENGINES)/.packages
 	HF_HUB_OFFLINE=1 $(ENGINES)/bin/python tests/engines/models.py $(@D)/mid mid
 	touch $@
 
-$(ENGINES)-lmcache/.ready: tests/bench/ttft/lmcache.txt tests/bench/ttft/install.sh $(ENGINES)/.packages
-	PYTHON=$(PYTHON) sh tests/bench/ttft/install.sh $(ENGINES)-lmcache $(ENGINES)
+$(ENGINES)-lmcache/.ready: lab/environments/engine-lmcache.txt lab/environments/engine-lmcache.sh $(ENGINES)/.packages
+	PYTHON=$(PYTHON) sh lab/environments/engine-lmcache.sh $(ENGINES)-lmcache $(ENGINES)
 
 bench-ttft: $(VENV)/.ready $(ENGINES)/.ready $(ENGINES)/bench-models/.ready $(ENGINES)-lmcache/.ready ## time to the first token of vLLM alone, with KVHearth, with LMCache (2.7 GB, 10 GiB of memory)
 	VLLM_CACHE_ROOT=$(abspath $(ENGINES))/cache $(BIN)/kvhearth bench ttft --json --engine-python $(ENGINES)/bin/python --models $(ENGINES)/bench-models --lmcache $(ENGINES)-lmcache/bin/python $(BENCH_ARGS)

@@ -59,17 +59,10 @@ NOT_IN_EVERY_RUN = (
     "golden/test_generated.py",
     "unit/test_tidy.py",
     # tools and documents
-    "unit/test_bench_peers.py",
-    "unit/test_bench_ttft.py",
     "unit/test_cli_help.py",
-    "unit/test_gpu_parts.py",
-    "unit/test_hostile_figures.py",
     "unit/test_kernels.py",
     "unit/test_progress.py",
-    "unit/test_relay.py",
     "unit/test_sizing.py",
-    "unit/test_ssd_commanded.py",
-    "unit/test_torture.py",
     "unit/test_troubleshooting.py",
 )
 ALONE = ("integration/test_preflight.py",)

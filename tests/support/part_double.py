@@ -1,4 +1,4 @@
-"""A part of ``tests/gpu/run.py`` that ends, fails or hangs as its last argument says.
+"""A part of ``lab/gpu/run.py`` that ends, fails or hangs as its last argument says.
 
 ``hang`` also starts a process, whose id it reports, and takes no notice of SIGTERM.
 """

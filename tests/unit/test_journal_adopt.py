@@ -561,7 +561,7 @@ def test_a_daemon_that_dies_while_it_adopts(points: int) -> None:
 
 @pytest.mark.parametrize("kept_in", [1, 2], ids=["full", "half free"])
 def test_many_slots(kept_in: int) -> None:
-    """A million slots in ``tests/bench/heart.py`` have a bound in time."""
+    """A million slots in ``lab/heart.py`` have a bound in time."""
     slab_bytes, count = 1 << 20, 1 << 17
     geometry = Geometry.of([("t", count * 4096)], slab_bytes, 4096)
     namespaces = Namespaces(8)

@@ -22,6 +22,7 @@ from kvhearth_server.observability.metrics import COUNTERS
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 70
+TESTS = ("tests/", "lab/gpu/", "lab/tests/")
 
 CATCH_ALL_ALLOWED = frozenset(
     {
@@ -70,7 +71,7 @@ class Source(NamedTuple):
 def sources(*, tests: bool = True) -> dict[str, Source]:
     """Return every module that is not generated, by its path; without the tests' if not wanted."""
     if not tests:
-        return {name: each for name, each in sources().items() if not name.startswith("tests/")}
+        return {name: each for name, each in sources().items() if not name.startswith(TESTS)}
     found = {}
     for folder in ("client", "server", "lab", "proto", "tests", "deploy"):
         for path in sorted((ROOT / folder).rglob("*.py")):

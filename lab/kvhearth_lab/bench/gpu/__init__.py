@@ -1,4 +1,4 @@
 """``kvhearth bench gpu``: bandwidth of copies and time to the first token on a GPU.
 
-``tests/gpu/run.py`` uses the same parts, and more of its own.
+``lab/gpu/run.py`` uses the same parts, and more of its own.
 """

@@ -37,7 +37,7 @@ RUN_FIGURES = (
     Figure("fault_failures", "checks under faults that failed", "<=", 0),
     Figure("reregistered_s", "from a daemon's restart to a registered arena, in s"),
 )
-"""Figures of ``tests/gpu/run.py``."""
+"""Figures of ``lab/gpu/run.py``."""
 
 
 def judged(values: Mapping[str, Any], figures: Sequence[Figure]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ one.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvhearth_lab.hostile.attack import SECOND_UID, Attack, Target, table
-from kvhearth_lab.hostile.run import Users, run
-from kvhearth_server.cli import app
+from kvhearth_lab.hostile.attack import Attack, Target, table
+from kvhearth_lab.hostile.run import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STOPPED_S = 0.6
@@ -102,34 +100,3 @@ def test_an_attack_that_does_nothing_does_not_pass(found: dict[str, Any]) -> Non
     row = found["rows"][""]
     assert "attack" in row["missed"]
     assert "NotImplementedError" in row["failures"][0]
-
-
-def test_the_object_has_its_sums(found: dict[str, Any]) -> None:
-    rows = found["rows"].values()
-    assert found["good_p99_factor_max"] == max(row["factor"] for row in rows)
-    assert found["rss_growth_mib_max"] == max(row["rss_growth_mib"] for row in rows)
-    assert found["wrong"] == 0
-    assert found["lost"] == sum(len(row["lost"]) for row in rows)
-    assert {"killer/restarts", "stopper/p99", "/attack"} <= set(found["missed"])
-
-
-def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["hostile", "--only", "list"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in table())
-    assert app.run(["hostile", "--only", "nothing"]) == app.EXIT_CONFIG
-    assert "no attack nothing" in capsys.readouterr().err
-    code = app.run(["hostile", "--json", "--seconds", "1", "--only", "random_attach"])
-    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert code == (1 if shown["missed"] else 0)
-    assert {"attacks", "good_p99_factor_max", "rss_growth_mib_max", "restarts"} <= shown.keys()
-    assert {"wrong", "lost", "missed"} <= shown.keys()
-
-
-def test_attacks_that_need_a_second_user_are_skipped_without() -> None:
-    chosen = {name: each for name, each in table().items() if SECOND_UID in each.needs}
-    assert chosen
-    found = run(1, attacks=chosen, users=Users(1, 1, 1))
-    assert found["attacks"] == 0
-    assert found["skipped"].keys() == chosen.keys()
-    assert all("root" in why for why in found["skipped"].values())

@@ -286,7 +286,7 @@ print("one context")
 def test_no_thread_makes_a_context_on_another_gpu(torch: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU: there is no other one")
-    tests = Path(__file__).resolve().parents[1]
+    tests = Path(__file__).resolve().parents[2] / "tests"
     environment = {**os.environ, "PYTHONPATH": str(tests)}
     found = subprocess.run(
         [sys.executable, "-c", ONE_CONTEXT],

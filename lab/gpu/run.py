@@ -1,9 +1,9 @@
-"""Proves the CUDA path on this machine: ``python3 tests/gpu/run.py --json FILE``.
+"""Proves the CUDA path on this machine: ``python3 lab/gpu/run.py --json FILE``.
 
 Needs torch, numpy, grpcio, xxhash and pytest, no network and nothing installed: the sources stand
 beside this file, and everything else is in the kit (``make gpu-kit``). Each part is a process with
 a deadline of its own. FILE is rewritten whenever a part has something new, so that a run that is
-cut off still tells. tests/gpu/README.md describes the parts and the results.
+cut off still tells. lab/gpu/README.md describes the parts and the results.
 """
 
 from __future__ import annotations

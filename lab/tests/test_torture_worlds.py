@@ -10,24 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 
-from kvhearth.session.link import Session, attach
+from kvhearth.session.link import attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
 from kvhearth.wire.remote import Purpose
-from kvhearth_lab.harness.engine import content, contract_of, key_of
+from kvhearth_lab.harness.engine import contract_of
 from kvhearth_lab.torture import checks, damage
 from kvhearth_lab.torture.checks import capacity, check, nothing_is_left
-from kvhearth_lab.torture.decks import BOUNDARY
 from kvhearth_lab.torture.faults import TABLE
-from kvhearth_lab.torture.faults.connections import CutHandshake
 from kvhearth_lab.torture.oracle import Oracle
 from kvhearth_lab.torture.plan import Plan
 from kvhearth_lab.torture.report import (
@@ -61,7 +58,6 @@ from kvhearth_lab.torture.world_config import (
     Shape,
 )
 from kvhearth_server.core.slot_table import Geometry, State
-from kvhearth_server.engine.snapshot import Stats
 from kvhearth_server.memory.journal import (
     HEADER_BYTES,
     HEADER_DTYPE,
@@ -182,18 +178,6 @@ def test_wrong_bytes_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damage_that_nobody_announced_is_found(tmp_path: Path) -> None:
-    with a_world(tmp_path, ROOMY) as (world, report):
-        with world.paused():
-            for block in damage.in_arena(world.arena_dir, world.shape.memory_bytes)[:3]:
-                damage.flip_bit(block.path, block.offset + 5, 3)
-        check(world)
-        assert report.found[LOST] == 3
-        assert report.found[CAUGHT]
-        assert not report.found[WRONG]
-
-
-@pytest.mark.slow
 def test_lost_blocks_of_a_drive_are_found(tmp_path: Path) -> None:
     with a_world(tmp_path, FLEETING, ssd=48 * MIB) as (world, report):
         with world.paused():
@@ -210,32 +194,6 @@ def test_lost_blocks_of_a_drive_are_found(tmp_path: Path) -> None:
         check(world)
         assert gone
         assert report.found[LOST] == sealed
-
-
-@pytest.mark.slow
-def test_an_orderly_end_that_writes_nothing_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with a_world(tmp_path, FLEETING, ssd=48 * MIB) as (world, report):
-        with world.paused():
-            until_written_back(world)
-            world.terminate_daemon()
-            world.start_daemon()
-        assert found_of(report) == {}, report.texts
-        world.orders(errors={"write": errno.EIO})
-        time.sleep(0.1)
-        until_sealed(world, 15 + max(len(world.oracle.known(model)) for model in world.models))
-        with world.paused():
-            above = sum(map(len, world.not_on_disk(sealed=True).values()))
-            world.daemon.kill()
-            monkeypatch.setattr(world.daemon, "terminate", lambda: 0)
-            world.terminate_daemon()
-            world.orders()
-            world.start_daemon()
-        assert above
-        assert found_of(report) == {LOST: report.found[LOST]}
-        assert 0 < report.found[LOST] <= above
-        assert "at an orderly end" in report.texts[0]["text"]
 
 
 @pytest.mark.slow
@@ -297,56 +255,6 @@ def forget_reserved(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_served_of_an_excused_block_is_compared(tmp_path: Path) -> None:
-    with a_world(tmp_path, ROOMY) as (world, report):
-        with world.paused():
-            world.kill_daemon()
-            # A block that is not expected must still be right if it is served.
-            first = damage.in_arena(world.arena_dir, world.shape.memory_bytes)[0]
-            world.excuse([first.key], "test")
-            forge(world)
-            world.start_daemon()
-        check(world)
-        assert found_of(report) == {WRONG: report.found[WRONG]}
-
-
-@pytest.mark.slow
-def test_blocks_are_stored_again_under_new_weights(tmp_path: Path) -> None:
-    with a_world(tmp_path, ROOMY) as (world, report):
-        client = world.clients[0]
-        before = set(world.oracle.known(client.model))
-        world.bump(client)
-        end = time.monotonic() + 20
-        while not before & set(world.oracle.known(client.model)):
-            world.go(client, 10)
-            time.sleep(0.05)
-            assert time.monotonic() < end, "no older block comes again: " + reported(world)
-        check(world)
-        assert found_of(report) == {}, report.texts
-
-
-@pytest.mark.slow
-def test_descriptors_of_attaches_that_broke_off_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[Session] = []
-
-    def break_off(_: CutHandshake, world: World, __: object) -> None:
-        for name in ("a", "b"):
-            contract = contract_of(PAGE_BYTES, model=world.model_name(0)).to_json()
-            hello = Hello(PROTOCOL_VERSION, name, contract, map_arena=False)
-            left.append(attach(parse_url(world.daemon.url()), hello))
-
-    with a_world(tmp_path, ROOMY) as (world, report):
-        monkeypatch.setattr(CutHandshake, "run", break_off)
-        nothing_is_left(world)
-        for each in left:
-            each.close()
-        texts = [line["text"] for line in report.texts if line["kind"] == LEAK]
-        assert any("descriptors" in text for text in texts), report.texts
-
-
-@pytest.mark.slow
 def test_a_daemon_dies_at_the_points_that_were_dealt(tmp_path: Path) -> None:
     wanted = ["ssd.head_written", "ssd.segment_removed", "demote.done", "no.such_point"]
     with a_world(tmp_path, ROOMY, ssd=64 * MIB) as (world, report):
@@ -356,78 +264,6 @@ def test_a_daemon_dies_at_the_points_that_were_dealt(tmp_path: Path) -> None:
         assert found["points_missing"] == ["no.such_point"]
         assert found["points_times"]["ssd.head_written"] == [1, 0]
         assert found_of(report) == {}, report.texts
-
-
-@pytest.mark.slow
-def test_torn_records_end_where_it_was_dealt(tmp_path: Path) -> None:
-    with a_world(tmp_path, ROOMY, ssd=64 * MIB) as (world, report):
-        dealt = {"16": [5], "40": [31, 0]}
-        TABLE["torn_records"].run(world, {"seed": 1, "sectors": dealt})
-        check(world)
-        found = report.coverage.as_json()
-        assert found["torn_records"]
-        torn = {name for kind, name in report.coverage.hits if kind == BOUNDARY}
-        assert torn & {(16, 5), (40, 31)}, torn
-        assert found_of(report) == {}, report.texts
-
-
-@pytest.mark.slow
-def test_blocks_that_a_daemon_believes_to_be_on_the_drive_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors = {"for_s": 0.3, "kill": True, "orders": {"errors": {"write": errno.EIO}}}
-    torn = {"seed": 1, "sectors": {}}
-    with a_world(tmp_path, ROOMY, ssd=64 * MIB) as (world, report):
-        TABLE["write_errors"].run(world, errors)
-        TABLE["torn_records"].run(world, torn)
-        assert found_of(report) == {}, report.texts
-        real = world.daemon.stats
-
-        def claims_more() -> Stats:
-            said = real()
-            assert said.ssd is not None
-            return replace(said, ssd=replace(said.ssd, blocks=said.ssd.blocks + 1000))
-
-        monkeypatch.setattr(world.daemon, "stats", claims_more)
-        # Each check comes before the daemon's death: its successor would know nothing of it.
-        for count, (name, how) in enumerate([("write_errors", errors), ("torn_records", torn)], 1):
-            TABLE[name].run(world, how)
-            assert len(report.texts) == count
-            assert "said to be on the drive" in report.texts[-1]["text"]
-        assert found_of(report) == {LOST: report.found[LOST]}
-
-
-@pytest.mark.parametrize("how", ["flip", "empty", "delete"])
-@pytest.mark.slow
-def test_a_damaged_log_file_loses_nothing(tmp_path: Path, how: str) -> None:
-    with a_world(tmp_path, FLEETING, ssd=64 * MIB) as (world, report):
-        with world.paused():
-            until_written_back(world)
-        before = sum(len(world.oracle.known(each.model)) for each in world.clients)
-        TABLE["damage_log"].run(world, {"seed": 3, "how": how, "first_page": True})
-        check(world)
-        assert before
-        assert sum(len(world.oracle.known(each.model)) for each in world.clients) >= before
-        assert found_of(report) == {}, report.texts
-
-
-@pytest.mark.parametrize("footers", [False, True])
-@pytest.mark.slow
-def test_nothing_is_lost_while_the_log_is_read_back(tmp_path: Path, footers: bool) -> None:
-    memory = 10 * MIB
-    with a_world(tmp_path, SPILLING, memory=memory, ssd=128 * MIB, blocks=1500) as (world, report):
-        until_sealed(world, 600)
-        TABLE["slow_read_back"].run(world, {"for_s": 4.0, "footers": footers})
-        check(world)
-        assert found_of(report) == {}, report.texts
-
-
-def until_written_back(world: World) -> None:
-    """Waits until all acknowledged blocks are on the drive."""
-    end = time.monotonic() + 20
-    while any(world.not_on_disk(sealed=True).values()):
-        time.sleep(0.05)
-        assert time.monotonic() < end, "blocks are not written back"
 
 
 @pytest.mark.slow
@@ -474,44 +310,6 @@ def test_a_leak_an_unexpected_end_and_too_much_space_are_found(tmp_path: Path) -
         kept.close()
         reported = " ".join(line["text"] for line in report.texts if line["kind"] == LEAK)
         assert "1 sessions" in reported, reported
-
-
-# -- remote clients --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remote", [(0,), (0, 1)])
-def test_deaths_of_gateways_and_broken_networks_are_survived(
-    tmp_path: Path, remote: tuple[int, ...]
-) -> None:
-    cuts = [
-        {"how": "cut_in_a_frame", "purpose": "DATA", "after_bytes": 20000},
-        {"how": "half_far", "purpose": "CALLS", "after_bytes": 0},
-    ]
-    steps = {
-        "cut_network": {"client": 0, "cuts": cuts},
-        "kill_gateway_copying": {"client": 0, "after_bytes": 20000},
-        "kill_in_turn": {
-            "client": 0,
-            "turns": ["daemon", "client", "gateway"],
-            "after_s": [0.1, 0.0, 0.1],
-        },
-    }
-    sprung = {
-        "cut_network": "networks_cut_in_a_frame",
-        "kill_gateway_copying": "gateways_killed_in_a_copy",
-    }
-    with a_world(tmp_path, ROOMY, remote=remote, blocks=1000) as (world, report):
-        for name, parameters in steps.items():
-            assert TABLE[name].fits(world.shape)
-            TABLE[name].run(world, parameters)
-            while name in sprung and not report.figures[sprung[name]]:  # there was no copy in time
-                TABLE[name].run(world, parameters)
-            check(world)
-        nothing_is_left(world)
-        assert found_of(report) == {}, report.texts
-    with a_world(tmp_path, ROOMY) as (world, _):
-        assert not any(TABLE[name].fits(world.shape) for name in steps)
 
 
 @pytest.mark.slow
@@ -595,48 +393,6 @@ def test_what_windows_explain() -> None:
     now = time.monotonic()
     assert stalls.explained_s(now, now + 1.0, "one") == pytest.approx(1.0)
     assert stalls.explained_s(now, now + 1.0, "two") == 0.0
-
-
-def test_a_metronome_tells_when_its_process_stood_still() -> None:
-    reported: list[tuple[float, float]] = []
-    code = (
-        "import sys, time; from kvhearth_lab.torture.report import Metronome; "
-        "Metronome(lambda a, b: print(b - a, flush=True)).start(); print('on', flush=True); "
-        "sys.stdin.read()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:  # type: ignore[call-overload]
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGCONT)
-        while float(process.stdout.readline()) < 0.4:
-            pass  # the machine itself was late
-        process.stdin.close()
-    assert reported == []
-
-
-def test_content_is_a_function_of_its_names() -> None:
-    one = content(key_of("m", 1), 0, 0, 100)
-    assert np.array_equal(one, content(key_of("m", 1), 0, 0, 100))
-    others = [content(key_of("m", 2), 0, 0, 100), content(key_of("n", 1), 0, 0, 100)]
-    others += [content(key_of("m", 1), 1, 0, 100), content(key_of("m", 1), 0, 1, 100)]
-    assert not any(np.array_equal(one, other) for other in others)
-
-
-def test_clocks_that_follow_a_file(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; "
-        "from kvhearth_lab.harness.faults import follow, set_offsets; from pathlib import Path; "
-        "before = time.time(), time.monotonic(); "
-        "path = Path(sys.argv[1]); set_offsets(path, 0, 0); follow(path); "
-        "set_offsets(path, -1000, 500); "
-        "print(round(time.time() - before[0]), round(time.monotonic() - before[1]))"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path / "clock")]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-    assert abs(int(said[0]) + 1000) <= 5
-    assert abs(int(said[1]) - 500) <= 5
 
 
 def test_a_block_that_is_hit_before_the_word_of_its_commit_is_excused() -> None:

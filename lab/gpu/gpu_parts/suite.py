@@ -10,8 +10,8 @@ from pathlib import Path
 from gpu_parts.common import Report, run_part
 from kvhearth_lab.bench.gpu.stage import Stage
 
-TESTS = Path(__file__).resolve().parents[2]
-FILES = ("gpu/test_cuda_copier.py", "contract/test_copier_contract.py")
+ROOT = Path(__file__).resolve().parents[3]
+FILES = ("lab/gpu/test_cuda_copier.py", "tests/contract/test_copier_contract.py")
 OPTIONS = ("-q", "-x", "--tb=short", "-m", "gpu", "--import-mode=importlib")
 # The project's own settings and fixtures need plugins that a bare machine lacks.
 BARE = ("-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider")
@@ -21,7 +21,7 @@ COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 def measure(report: Report, stage: Stage) -> None:
     """Run the tests; without a device all of them skip."""
     command = [sys.executable, "-m", "pytest", *BARE, *OPTIONS]
-    command += ["--rootdir", str(TESTS), *(str(TESTS / name) for name in FILES)]
+    command += ["--rootdir", str(ROOT), *(str(ROOT / name) for name in FILES)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=max(report.left_s(), 1.0), check=False

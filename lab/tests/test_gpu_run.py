@@ -1,4 +1,4 @@
-"""``tests/gpu/run.py`` without a device: it says so, and keeps its results however it is ended."""
+"""``lab/gpu/run.py`` without a device: it says so, and keeps its results however it is ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from kvhearth_lab.bench.gpu.figures import RUN_FIGURES
 from kvhearth_lab.bench.gpu.stage import device_problem
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = ROOT / "tests" / "gpu" / "run.py"
+RUN = ROOT / "lab" / "gpu" / "run.py"
 RUN_S = 540.0
 BUSY = "3"
 """Factor of deadlines, which are those of an idle machine."""
@@ -150,16 +149,6 @@ def test_a_bare_machine_needs_only_the_kit(bare: Path, tmp_path: Path) -> None:
     assert facts["host"]["packages"]["transformers"] == "not installed"
 
 
-@WITHOUT_DEVICE
-def test_without_the_kit_a_bare_machine_says_so(bare: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    words = command(bare, "--json", str(out), "--parts", "facts", "--kit", str(tmp_path))
-    code, summary, _ = finished(words)
-    assert (code, summary["parts"]) == (1, {"facts": "failed"})
-    assert "make gpu-kit" in told(out)["kit"]["problem"]
-    assert "ModuleNotFoundError" in told(out)["parts"]["facts"]["log"]
-
-
 def test_a_part_that_hangs_or_dies_takes_nothing_with_it(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     rows = json.loads(plan_of(tmp_path, "end", "hang", "crash", "raise", "end").read_text())
@@ -179,20 +168,6 @@ def test_a_part_that_hangs_or_dies_takes_nothing_with_it(tmp_path: Path) -> None
     assert all(part["before"] == 1 for part in parts.values())
 
 
-def test_a_run_that_is_terminated_still_tells(started: Any) -> None:
-    process, out = started
-    process.send_signal(signal.SIGTERM)
-    last = process.stdout.read().splitlines()[-1]
-    assert process.wait(30) == 128 + signal.SIGTERM
-    summary = json.loads(last)
-    assert (summary["cut"], summary["parts"]) == (
-        "ended by SIGTERM",
-        {"0-end": "skipped", "1-hang": "cut"},
-    )
-    assert told(out)["parts"]["1-hang"]["reason"] == "the run was ended"
-    assert all(gone(pid) for pid in told(out)["parts"]["1-hang"]["pids"])
-
-
 def test_a_run_that_is_killed_still_tells(started: Any) -> None:
     process, out = started
     process.kill()
@@ -205,24 +180,6 @@ def test_a_run_that_is_killed_still_tells(started: Any) -> None:
     part, child = parts["1-hang"]["pids"]
     until(lambda: gone(part), "the part ends with the run")
     os.kill(child, signal.SIGKILL)  # it was started without a tie to its parent
-
-
-def test_the_whole_runs_bound_cuts_off_its_end(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    words = command(sys.executable, "--json", str(out), "--seconds", "4", "--kit", str(tmp_path))
-    began_s = time.monotonic()
-    code, summary, _ = finished([*words, "--plan", str(plan_of(tmp_path, "end", "end"))])
-    assert code == 1
-    assert summary["parts"] == {"0-end": "cut", "1-end": "cut"}
-    assert told(out)["parts"]["1-end"]["reason"] == "no time was left for it"
-    assert time.monotonic() - began_s < 60
-
-
-def test_an_unknown_part_is_refused() -> None:
-    words = command(sys.executable, "--parts", "correctness,copies")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "unknown part copies; known: facts, correctness" in done.stderr
 
 
 # -- parts with daemons, on a scripted GPU ---------------------------------------------------------

@@ -28,23 +28,15 @@ from kvhearth_lab.bench.ttft.figures import (
     differences,
     interval,
     not_served,
-    overheads,
-    prompt_tokens,
-    sizes_of,
 )
-from kvhearth_lab.bench.ttft.run import served_tokens
 from kvhearth_lab.bench.ttft.vllm_server import (
     Completion,
     EngineFailed,
     EventStream,
     Launch,
     ProcessTree,
-    environment,
-    parse_counters,
-    parse_session,
     session_pids,
 )
-from kvhearth_server.cli import app
 
 TOKENS = (7, 8)
 
@@ -65,17 +57,6 @@ def test_events_are_cut_wherever_the_bytes_are(part_bytes: int, end: bytes) -> N
     lines = [b": note", b"data: one", b"", b"event: x", b"data:two", b"data:  three", b"", b""]
     lines += ["data: vi\u00e8r".encode(), b"", b"data: open"]
     assert cut(end.join(lines) + end, part_bytes) == ["one", "two\n three", "vi\u00e8r"]
-
-
-@pytest.mark.parametrize("text", [b"x" * (2 << 20), b"data: y\n" * (1 << 18)])
-def test_an_event_without_end_is_refused(text: bytes) -> None:
-    with pytest.raises(EngineFailed, match="without end"):
-        cut(text, 1 << 16)
-
-
-def test_an_event_that_is_no_text_is_refused() -> None:
-    with pytest.raises(EngineFailed, match="UTF-8"):
-        cut(b"data: \xff\xfe\n\n", 100)
 
 
 # Completions.
@@ -101,11 +82,6 @@ def test_the_first_token_counts_not_the_first_event() -> None:
     assert (answer.ttft_s, answer.tokens, answer.cached) == (2.0, (3, 4, 5), 128)
 
 
-def test_nothing_cached_is_nothing() -> None:
-    usage = json.dumps({"choices": [], "usage": {"prompt_tokens_details": None}})
-    assert completion(event(3), usage, "[DONE]").answer(1).cached == 0
-
-
 @pytest.mark.parametrize(
     "events",
     [
@@ -120,57 +96,12 @@ def test_half_a_completion_is_none(events: Sequence[str]) -> None:
         completion(*events).answer(1)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        "",
-        "[]",
-        "{",
-        '{"error": {"message": "no"}}',
-        '{"choices": 3}',
-        '{"choices": [1, {"token_ids": 5}]}',
-    ],
-)
-def test_what_is_no_completion_is_refused(data: str) -> None:
-    with pytest.raises(EngineFailed, match="the engine"):
-        completion(data)
-
-
-# The engine's command line, environment and counters.
-
-
-def test_all_engines_have_the_same_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVHEARTH_MEMORY", "1GiB")
-    monkeypatch.setenv("PYTHONHASHSEED", "5")
-    made = environment(3)
-    assert (made["OMP_NUM_THREADS"], made["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "nobind")
-    assert not {"KVHEARTH_MEMORY", "PYTHONHASHSEED"} & made.keys()
-
-
 def test_only_the_connector_differs() -> None:
     bare = Launch(Path("python"), Path("mid"), "float32", 2)
     given = Launch(Path("python"), Path("mid"), "float32", 2, {"kv_role": "kv_both"})
     left = given.command(5)[len(bare.command(5)) :]
     assert given.command(5)[: len(bare.command(5))] == bare.command(5)
     assert left == ["--kv-transfer-config", '{"kv_role": "kv_both"}']
-
-
-def test_counters_are_summed_over_labels() -> None:
-    text = """# HELP vllm:kvhearth_loads_total x
-vllm:kvhearth_loads_total{engine="0",rank="0"} 2.0
-vllm:kvhearth_loads_total{engine="0",rank="1"} 3.0
-vllm:kvhearth_loads_created{engine="0"} 1.7e+09
-vllm:other_total 9.0
-"""
-    assert parse_counters(text, "vllm:kvhearth_") == {"loads": 5.0}
-
-
-# Processes.
-
-
-def test_a_session_is_found_behind_any_name() -> None:
-    assert parse_session("12 (a ) b (c) S 1 12 77 0 -1 4194560") == 77
-    assert parse_session("12 (a) Z 1 12 77 0") is None
 
 
 @pytest.fixture
@@ -202,22 +133,6 @@ def test_a_family_is_found_and_ended(family: ProcessTree) -> None:
     family.end()
     assert family.ended is not None
     assert session_pids(session) == []
-
-
-# Sizes.
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_every_prompt_has_the_same_tail(quick: bool) -> None:
-    sizes = sizes_of(quick=quick, dtype="float32")
-    assert "4k" in sizes.lengths
-    for length in sizes.lengths.values():
-        assert length - served_tokens(length) == 32
-
-
-def test_a_hit_never_has_the_last_token() -> None:
-    assert (served_tokens(256), served_tokens(257)) == (128, 256)
-    assert prompt_tokens("4k") == 4128
 
 
 # Figures.
@@ -287,22 +202,12 @@ def test_what_was_repeated_counts_once() -> None:
     assert found["warm_ratio_4k"] == 0.04
 
 
-def test_a_peer_that_was_skipped_leaves_no_figures() -> None:
-    ours = [each for each in good_samples() if each.side != LMCACHE]
-    found = report(ours, costs())
-    assert not [name for name in found if name.startswith("peer") or "_of_peer_" in name]
-
-
 def test_one_other_token_is_seen() -> None:
     samples = [*good_samples(), sample(OURS, WARM, 3, 0.1), sample(ALONE, COLD, 3, 1.0, (7, 9))]
     assert differences(samples) == ["kvhearth warm 4k 3"]
     found = report(samples, costs())
     assert found["identical_tokens"] is False
     assert "identical_tokens" in found["missed"]  # type: ignore[operator]
-
-
-def test_nothing_measured_is_not_identical() -> None:
-    assert report([], [])["identical_tokens"] is False
 
 
 def test_a_hit_that_was_not_served_is_told_and_stays() -> None:
@@ -312,31 +217,6 @@ def test_a_hit_that_was_not_served_is_told_and_stays() -> None:
     assert report(samples, costs())["spread"]["warm_ratio_4k"] == [0.04, 1.0]  # type: ignore[index]
 
 
-def test_overhead_is_by_start_too() -> None:
-    found = report(good_samples(), [*costs(0, 1.01), *costs(1, 1.05)])
-    assert found["zero_hit_overhead_by_start"] == [0.01, 0.05]
-    assert found["missed"] == ["restart_of_warm_4k", "zero_hit_overhead"]
-
-
-def test_runs_there_and_back_are_one_block() -> None:
-    """A machine that slows down while a block runs; the engine alone runs first and last."""
-    runs = [(ALONE, 1.0), (OURS, 1.1), (OURS, 1.2), (ALONE, 1.3)]
-    drifting = [Cost(side, 0, 0, seconds, 0.0, 1000) for side, seconds in runs]
-    assert overheads(drifting, OURS, with_daemon=False) == pytest.approx([0.0])
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_what_was_restarted_is_asked_for_as_often(quick: bool) -> None:
-    sizes = sizes_of(quick=quick, dtype="float32")
-    assert sizes.restarts == sizes.repeats
-
-
-def test_an_overhead_needs_its_pair() -> None:
-    lonely = [Cost(OURS, 0, 9, 1.0, 0.0, 1000)]
-    assert overheads([*costs(), *lonely], OURS, with_daemon=False) == pytest.approx([0.01] * 5)
-    assert overheads(lonely, OURS, with_daemon=False) == []
-
-
 def test_the_interval_holds_the_median_and_narrows() -> None:
     few = [number / 10 for number in range(-5, 6)]
     low, high = interval(few)
@@ -344,14 +224,3 @@ def test_the_interval_holds_the_median_and_narrows() -> None:
     closer = interval(few * 20)
     assert closer[1] - closer[0] < high - low
     assert interval(few) == [low, high]
-
-
-# The verb.
-
-
-def test_the_verb_names_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["bench", "ttft", "--models", str(tmp_path)]
-    assert app.run([*words, "--engine-python", str(tmp_path / "none")]) != 0
-    assert "no interpreter" in capsys.readouterr().err
-    assert app.run([*words, "--engine-python", sys.executable]) != 0
-    assert "no model at" in capsys.readouterr().err

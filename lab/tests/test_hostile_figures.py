@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvhearth_lab.hostile.attack import NEEDS, NOBODY, TENANT_A, table
-from kvhearth_lab.hostile.figures import Calls, Row, least, only_slow, summary
+from kvhearth_lab.hostile.figures import Calls, Row, least
 
 MIB = 1 << 20
 QUIET = Calls(100, 0.4, 0.6, 0.9)
@@ -63,16 +62,6 @@ def test_each_bound(changes: dict[str, object], missed: list[str]) -> None:
     assert row(**changes).missed() == missed
 
 
-def test_only_times_are_measured_again() -> None:
-    slow = Calls(100, 1, 60, 80)
-    assert only_slow(row(under=slow))
-    assert only_slow(row(under=slow, livez_s=2.0))
-    assert not only_slow(row())
-    assert only_slow(row(late=1, errors={"load: deadline": 2, "store: deadline": 1}))
-    assert not only_slow(row(under=slow, errors={"load: deadline": 1, "load: daemon_away": 1}))
-    assert not only_slow(row(under=slow, lost=["block 1"]))
-
-
 def test_the_least_of_repetitions_keeps_what_else_went_wrong() -> None:
     slow = row(under=Calls(100, 1, 60, 80))
     bad = row(
@@ -87,33 +76,3 @@ def test_the_least_of_repetitions_keeps_what_else_went_wrong() -> None:
     found = least([slow, bad, good, late])
     assert found.factor == 2.0
     assert sorted(found.missed()) == ["attack", "lost", "restarts", "rss"]
-
-
-def test_the_object() -> None:
-    found = summary(
-        [row(), row(name="y", under=Calls(9, 1, 50, 80), rss_max=200 * MIB, lost=["b"])],
-        {"z": "why"},
-    )
-    rows = found.pop("rows")
-    assert found == {
-        "attacks": 2,
-        "good_p99_factor_max": 50.0,
-        "rss_growth_mib_max": 100.0,
-        "restarts": 0,
-        "wrong": 0,
-        "lost": 1,
-        "missed": ["y/p99", "y/lost", "y/rss"],
-        "late": ["y/p99"],
-        "skipped": {"z": "why"},
-    }
-    assert rows["y"]["missed"] == ["p99", "lost", "rss"]
-    assert summary([], {})["good_p99_factor_max"] == 0
-
-
-def test_the_table() -> None:
-    for name, attack in table().items():
-        assert attack.name == name
-        assert attack.help
-        assert attack.needs <= NEEDS.keys()
-        assert attack.who in (TENANT_A, NOBODY)
-        assert (attack.__doc__ or "").strip()

@@ -1,7 +1,7 @@
 #!/bin/sh
 # LMCache for the engine of `make bench-ttft`: a small environment above the engines' own.
 #
-#   install.sh ENVIRONMENT ENGINES
+#   engine-lmcache.sh ENVIRONMENT ENGINES
 #
 # ENVIRONMENT: where it goes. ENGINES: the environment of `make test-engines`, which it sees behind
 # its own packages. The variable PYTHON may name the interpreter.
@@ -31,8 +31,8 @@ below=$("$engines/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pu
   fail 'no environment of engines:'
 above=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "import site; site.addsitedir('$below')" > "$above/engines.pth"
-"$environment/bin/python" -m pip --disable-pip-version-check -q install --no-deps -r "$here/lmcache.txt" >> "$log" 2>&1 ||
-  fail 'pip cannot install lmcache.txt:'
+"$environment/bin/python" -m pip --disable-pip-version-check -q install --no-deps -r "$here/engine-lmcache.txt" >> "$log" 2>&1 ||
+  fail 'pip cannot install engine-lmcache.txt:'
 "$environment/bin/python" -c 'import lmcache.integration.vllm.vllm_multi_process_adapter' >> "$log" 2>&1 ||
   fail 'lmcache cannot be imported beside vLLM:'
 touch "$environment/.ready"

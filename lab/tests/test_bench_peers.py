@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,18 +24,9 @@ from kvhearth_lab.bench.peers.adapter import (
     PeerFailed,
     adapter_of,
     interpreters,
-    parse_answer,
-    parse_count,
-    reason_of,
-    seconds_of,
 )
 from kvhearth_lab.bench.peers.adapters import harness
-from kvhearth_lab.bench.peers.run import Pair, Samples, against, counterpart, figure_names
-from kvhearth_lab.cli import bench
-from kvhearth_server.cli import app
-
-MIB = 1 << 20
-ADAPTERS = Path(harness.__file__).parent
+from kvhearth_lab.bench.peers.run import Samples, against
 
 
 def samples(**times: list[float]) -> Samples:
@@ -46,50 +36,6 @@ def samples(**times: list[float]) -> Samples:
         for each in seconds:
             made.add(name, 1.0, each)
     return made
-
-
-@pytest.mark.parametrize("path", sorted(ADAPTERS.glob("*_peer.py")), ids=lambda path: path.stem)
-def test_a_peers_interpreter_needs_nothing_of_ours(path: Path) -> None:
-    ours = re.findall(r"^\s*(?:from|import) (kvhearth\S*)", path.read_text(), re.MULTILINE)
-    assert set(ours) == {harness.__name__}, "it has only this one, which the harness stands in for"
-
-
-# The line protocol.
-
-
-def test_an_answer_is_an_object() -> None:
-    assert parse_answer(b'{"seconds": 0.5}\n') == {"seconds": 0.5}
-
-
-@pytest.mark.parametrize("line", [b"", b"[1]", b"3", b"{", b"\xff\xfe", b'"seconds"'])
-def test_another_answer_fails_the_peer(line: bytes) -> None:
-    with pytest.raises(PeerFailed, match="no JSON object"):
-        parse_answer(line)
-
-
-def test_a_time_is_a_positive_number() -> None:
-    assert seconds_of({"seconds": 2}) == 2.0
-
-
-@pytest.mark.parametrize("value", [None, 0, -1.0, float("nan"), True, "1", [1]])
-def test_no_other_value_is_a_time(value: object) -> None:
-    with pytest.raises(PeerFailed, match="answers no seconds"):
-        seconds_of({"seconds": value})
-
-
-@pytest.mark.parametrize("value", [None, -1, 1.5, True, "1"])
-def test_a_count_is_a_whole_number(value: object) -> None:
-    assert parse_count({"n": 3}, "n") == 3
-    with pytest.raises(PeerFailed, match="answers no n"):
-        parse_count({"n": value}, "n")
-
-
-def test_a_reason_is_the_last_line_that_says_something() -> None:
-    assert (
-        reason_of("Traceback\n  File x\nRuntimeError: no room\n\n  \n") == "RuntimeError: no room"
-    )
-    assert reason_of("") == "nothing was said"
-    assert len(reason_of("x" * 5000)) == 300
 
 
 # Which peers are available.
@@ -103,26 +49,6 @@ def test_a_peer_without_an_interpreter_is_skipped(tmp_path: Path) -> None:
     assert usable == {"c": there}
     assert skipped["a"] == "no interpreter was given with --a"
     assert skipped["b"].startswith("no interpreter at ")
-
-
-def test_a_note_of_who_installed_is_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"
-    python.symlink_to(sys.executable)
-    (tmp_path / "not-installed").write_text("pip cannot install it: ERROR: no such version\n")
-    assert interpreters({"a": python}) == (
-        {},
-        {"a": "not installed: pip cannot install it: ERROR: no such version"},
-    )
-
-
-def test_a_run_without_peers_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["bench", "peers", "--quick", "--json"]) == 0
-    printed = capsys.readouterr()
-    found = json.loads(printed.out.splitlines()[-1])
-    assert found["peers"] == {}
-    assert set(found["skipped"]) == {"lmcache", "mooncake"}
-    assert "no interpreter was given with --lmcache" in printed.err
 
 
 # A peer's process, with a program in its place.
@@ -166,20 +92,6 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Adapter
         yield made
     finally:
         made.close()
-
-
-def test_requests_and_answers(started: Adapter) -> None:
-    assert started.run("store", 5) == {"seconds": 0.5, "compared_bytes": 7}
-    assert started.lookups(3) == [0.5, 0.5, 0.5]
-    with pytest.raises(PeerFailed, match="no times of lookups"):
-        started.lookups(9)
-
-
-def test_the_end_of_an_adapter_is_a_reason(started: Adapter) -> None:
-    with pytest.raises(PeerFailed, match=r"ended with 1: RuntimeError: the pool is gone$"):
-        started.run("break", 1)
-    with pytest.raises(PeerFailed, match="the pool is gone"):
-        started.run("store", 1)
 
 
 def test_an_adapter_that_hangs_is_a_reason(
@@ -339,19 +251,6 @@ def test_bytes_of_the_last_round_are_wrong_bytes(stale: bool) -> None:
         asked(Memory(stale=True), prepare, *rounds)
 
 
-def test_nothing_is_measured_before_the_start() -> None:
-    with pytest.raises(RuntimeError, match="no such op, or not yet: run"):
-        asked(Memory(), {"op": "run", "measure": "store", "number": 0})
-
-
-def test_a_child_that_ends_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    child = harness.Child(tmp_path, "some", [sys.executable, "-c", "raise SystemExit('no port')"])
-    with pytest.raises(RuntimeError, match="some ended with 1: no port"):
-        child.wait_port(harness.free_port())
-    assert "no port" in capsys.readouterr().err
-    child.end()
-
-
 # Samples.
 
 
@@ -365,50 +264,8 @@ def test_samples_become_figures() -> None:
     assert "lookup512_p50_us" not in found
 
 
-def test_lookups_become_figures() -> None:
-    made = Samples(lookups=[1.0, 3.0, 2.0])
-    assert made.figures(1)["lookup512_p50_us"] == 2e6
-    assert made.figures(1)["lookup512_p99_us"] == 3e6
-
-
 def test_ours_is_compared_round_by_round() -> None:
     ours = samples(store=[1.0, 2.0, 1.0], load=[1.0], load_unverified=[0.5])
     peer = samples(store=[2.0, 2.0, 3.0], store_bare=[1.0, 1.0, 1.0], load=[4.0], other=[1.0])
     ours.lookups, peer.lookups = [1.0], [3.0]
     assert against(ours, peer) == {"store": 2.0, "store_bare": 1.0, "load": 4.0, "lookup512": 3.0}
-
-
-def test_a_variant_is_compared_with_our_default() -> None:
-    assert counterpart("load_one_bare") == "load_one"
-    assert counterpart("first_touch") == "first_touch"
-
-
-def test_a_pair_has_its_table() -> None:
-    pair = Pair(samples(store=[1.0], store_one=[1.0]), samples(store=[2.0], store_one_bare=[3.0]))
-    pair.said = {"versions": {"lmcache": "0.0"}}
-    pair.ours.lookups = pair.peer.lookups = [1.0]
-    made = pair.as_json()
-    names = figure_names(made)
-    assert names[:3] == ["store_ratio", "store_one_p50_us", "store_one_ratio"]
-    assert "lookup512_p99_us" in names
-    assert made["memcpy_gbs"] == round(128 * 2 * MIB / 1e9, 2)
-    assert made["against"] == {"store": 2.0, "store_one_bare": 3.0, "lookup512": 1.0}
-    found = {"peers": {"lmcache": made}, "skipped": {"mooncake": "no interpreter"}}
-    tables = list(bench.peers_tables(found))
-    console = bench.console()
-    with console.capture() as printed:
-        for each in tables:
-            console.print(each)
-    lines = [" ".join(line.split()) for line in printed.get().splitlines()]
-    assert "lmcache 0.0" in lines
-    assert "store_ratio 1 1 .. 1 0.5 0.5 .. 0.5 2" in lines
-    assert "store_one_bare_p50_us - 3e+06 3e+06 .. 3e+06 3" in lines
-    assert "mooncake no interpreter" in lines
-
-
-def test_a_pair_without_samples_is_still_a_report() -> None:
-    made = Pair().as_json()
-    assert made["memcpy_gbs"] is None
-    assert made["against"] == {}
-    assert figure_names(made) == []
-    assert list(bench.peers_tables({"peers": {"lmcache": made}, "skipped": {}})) == []

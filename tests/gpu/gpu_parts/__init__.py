@@ -1,1 +1,0 @@
-"""Parts of ``tests/gpu/run.py``, each the main of a process of its own."""
