@@ -144,7 +144,6 @@ class Decisions:
         return found
 
     def holds(self, found: LookupResult) -> bool:
-        """See ``MappedLeases.holds``."""
         return self._leases.holds(found)
 
     def prefetch(self, groups: KeysByGroup) -> PrefetchResult:

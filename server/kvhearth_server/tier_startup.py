@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
@@ -43,9 +42,6 @@ from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, other_version
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll, SeenTwice
-
-if TYPE_CHECKING:
-    pass
 
 Probe = Callable[[str, int], ProbeResult]
 """Function that tries an interface for disk I/O at a queue depth."""

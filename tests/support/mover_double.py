@@ -89,7 +89,6 @@ class ScriptedMover:
         self._draining = False
 
     def submit(self, request: Exists, deadline_s: float) -> int | Throttled:
-        """See ``Mover.submit``."""
         if self._draining:
             return Throttled(Refusal.DRAINING)
         if self.refusal is not None:
@@ -101,11 +100,9 @@ class ScriptedMover:
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """See ``Mover.cancel``."""
         self._cancelled.add(ticket)
 
     def poll(self) -> list[Answer]:
-        """See ``Mover.poll``."""
         if self.held or not self._waiting:
             return []
         os.eventfd_read(self.event_fd)
@@ -114,7 +111,6 @@ class ScriptedMover:
 
     @property
     def state(self) -> MoverState:
-        """See ``Mover.state``."""
         free = self.staging_free_bytes
         return MoverState(self.up, self.problem, self.caps, 0, 1 << 20, free, {})
 
@@ -128,12 +124,10 @@ class ScriptedMover:
         return sum(type(each) is Exists for each in self.requests)
 
     def drain(self, deadline_s: float) -> bool:
-        """See ``Mover.drain``."""
         self._draining = True
         return not self.held
 
     def close(self) -> None:
-        """See ``Mover.close``."""
         os.close(self.event_fd)
 
     # -- the remote --------------------------------------------------------------------------------

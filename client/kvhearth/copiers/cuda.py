@@ -151,7 +151,6 @@ class CudaCopier(QueuedCopier):
         self._worker.start()
 
     def mark(self) -> object:
-        """See ``QueuedCopier.mark``."""
         return self._device.mark()
 
     def _take(self, job: Job) -> None:

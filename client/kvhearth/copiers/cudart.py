@@ -306,29 +306,23 @@ class Cudart:
             self._batch = str(error)
 
     def set_device(self, index: int) -> int:
-        """See ``CudaRuntime.set_device``."""
         return int(self._slow.cudaSetDevice(index))
 
     def exchange_capture_mode(self, mode: int) -> tuple[int, int]:
-        """See ``CudaRuntime.exchange_capture_mode``."""
         value = ctypes.c_int(mode)
         code = int(self._quick.cudaThreadExchangeStreamCaptureMode(ctypes.byref(value)))
         return code, value.value
 
     def last_error(self) -> int:
-        """See ``CudaRuntime.last_error``."""
         return int(self._quick.cudaGetLastError())
 
     def host_register(self, address: int, size_bytes: int) -> int:
-        """See ``CudaRuntime.host_register``."""
         return int(self._slow.cudaHostRegister(address, size_bytes, _REGISTER_FLAGS))
 
     def host_unregister(self, address: int) -> int:
-        """See ``CudaRuntime.host_unregister``."""
         return int(self._slow.cudaHostUnregister(address))
 
     def is_registered(self, address: int) -> bool:
-        """See ``CudaRuntime.is_registered``."""
         found = _PointerAttributes()
         if self._quick.cudaPointerGetAttributes(ctypes.byref(found), address):
             self.last_error()
@@ -336,61 +330,50 @@ class Cudart:
         return bool(found.type == _MEMORY_HOST and found.device_address == address)
 
     def stream_priorities(self) -> tuple[int, int, int]:
-        """See ``CudaRuntime.stream_priorities``."""
         lowest, highest = ctypes.c_int(), ctypes.c_int()
         read = self._slow.cudaDeviceGetStreamPriorityRange
         code = int(read(ctypes.byref(lowest), ctypes.byref(highest)))
         return code, lowest.value, highest.value
 
     def create_stream(self, priority: int) -> tuple[int, int]:
-        """See ``CudaRuntime.create_stream``."""
         stream = ctypes.c_void_p()
         create = self._slow.cudaStreamCreateWithPriority
         code = int(create(ctypes.byref(stream), _NON_BLOCKING, priority))
         return code, stream.value or 0
 
     def create_event(self) -> tuple[int, int]:
-        """See ``CudaRuntime.create_event``."""
         event = ctypes.c_void_p()
         create = self._quick.cudaEventCreateWithFlags
         return int(create(ctypes.byref(event), _DISABLE_TIMING)), event.value or 0
 
     def record(self, event: int, stream: int) -> int:
-        """See ``CudaRuntime.record``."""
         return int(self._quick.cudaEventRecord(event, stream))
 
     def query(self, event: int) -> int:
-        """See ``CudaRuntime.query``."""
         return int(self._quick.cudaEventQuery(event))
 
     def mark(self, index: int) -> object:
-        """See ``CudaRuntime.mark``."""
         # By torch, which creates the event on the stream's GPU without a context on another one.
         event = self._torch.cuda.Event()
         event.record(self._torch.cuda.current_stream(index))
         return event
 
     def wait(self, stream: int, mark: object) -> int:
-        """See ``CudaRuntime.wait``."""
         event: Any = mark
         return int(self._quick.cudaStreamWaitEvent(stream, event.cuda_event, 0))
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int, brief: bool) -> int:
-        """See ``CudaRuntime.copy``."""
         library = self._quick if brief else self._slow
         return int(library.cudaMemcpyAsync(target, source, size_bytes, _COPY_DEFAULT, stream))
 
     def copy_batch(self, targets: I64, sources: I64, sizes: I64, stream: int) -> int:
-        """See ``CudaRuntime.copy_batch``."""
         assert not isinstance(self._batch, str), self._batch
         return self._batch(targets, sources, sizes, stream)
 
     def batch_problem(self) -> str:
-        """See ``CudaRuntime.batch_problem``."""
         return self._batch if isinstance(self._batch, str) else ""
 
     def move(self, table: I64, stream: int, index: int) -> None:
-        """See ``CudaRuntime.move``."""
         kernels = importlib.import_module("kvhearth.copiers.kernels")
         own = self._torch.cuda.ExternalStream(stream, device=index)
         # Allocated on the stream that uses it: memory freed on another one may still be in use.
@@ -399,7 +382,6 @@ class Cudart:
             kernels.move(pinned.to(f"cuda:{index}", non_blocking=True), own)
 
     def kernel_problem(self) -> str:
-        """See ``CudaRuntime.kernel_problem``."""
         try:
             kernels = importlib.import_module("kvhearth.copiers.kernels")
         except ImportError as error:
@@ -407,7 +389,6 @@ class Cudart:
         return str(kernels.available() or "")
 
     def recode(self, kind: CopyKind, recoding: Recoding, stream: int, index: int) -> None:
-        """See ``CudaRuntime.recode``."""
         kernels = importlib.import_module("kvhearth.copiers.kernels")
         own = self._torch.cuda.ExternalStream(stream, device=index)
         with self._torch.cuda.stream(own):
@@ -421,20 +402,17 @@ class Cudart:
                 kernels.decode(blocks, fragments, recoding.run_bytes, recoding.encoding, own)
 
     def memory(self, index: int, size_bytes: int) -> DeviceMemory:
-        """See ``CudaRuntime.memory``."""
         kind = self._torch.uint8
         made = self._torch.empty(size_bytes, dtype=kind, device=f"cuda:{index}")
         return DeviceMemory(int(made.data_ptr()), made)
 
     def scratch(self, index: int, size_bytes: int) -> Scratch:
-        """See ``CudaRuntime.scratch``."""
         kind = self._torch.uint8
         host = self._torch.empty(size_bytes, dtype=kind, pin_memory=True)
         on_device = self._torch.empty(size_bytes, dtype=kind, device=f"cuda:{index}")
         return Scratch(host.numpy(), int(on_device.data_ptr()), (host, on_device))
 
     def identity(self, index: int) -> str:
-        """See ``CudaRuntime.identity``."""
         version = ctypes.c_int()
         self._slow.cudaDriverGetVersion(ctypes.byref(version))
         text = f"{self._torch.cuda.get_device_name(index)}, CUDA {version.value}"
@@ -443,7 +421,6 @@ class Cudart:
         return text
 
     def numa_node(self, index: int) -> int:
-        """See ``CudaRuntime.numa_node``."""
         text = ctypes.create_string_buffer(_BUS_ID_BYTES)
         if self._slow.cudaDeviceGetPCIBusId(text, _BUS_ID_BYTES, index):
             self.last_error()

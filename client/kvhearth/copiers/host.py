@@ -289,7 +289,6 @@ class _NativeKernel:
         self._verify = verify
 
     def store(self, batch: Batch) -> U8 | None:
-        """See ``_Kernel.store``."""
         sums = np.zeros((len(batch), CHECKSUM_BYTES), np.uint8) if self._sums else None
         for positions in self._portions(batch):
             faults.hit("copier.store_copying")
@@ -312,7 +311,6 @@ class _NativeKernel:
                 faults.hit("copier.load_block")
 
     def store_one(self, block: SingleBlock) -> bytes | None:
-        """See ``_Kernel.store_one``."""
         checksum = bytes(CHECKSUM_BYTES) if self._sums else None
         if block.failure is None:
             faults.hit("copier.store_copying")
@@ -322,7 +320,6 @@ class _NativeKernel:
         return checksum
 
     def load_one(self, block: SingleBlock) -> None:
-        """See ``_Kernel.load_one``."""
         expected = block.expected(chosen=self._verify)
         if block.failure is not None:
             return
@@ -376,7 +373,6 @@ class _NumpyKernel:
         self._bytes = {segment: view.data for segment, view in arena.views.items()}
 
     def store(self, batch: Batch) -> U8 | None:
-        """See ``_Kernel.store``."""
         sums = np.zeros((len(batch), CHECKSUM_BYTES), np.uint8) if self._sums else None
         for run in batch.runs(self._blocks_max(self._sums)):
             # Checked per run and not per batch: a slot that was reassigned must not be written.
@@ -407,7 +403,6 @@ class _NumpyKernel:
                     faults.hit("copier.load_block")
 
     def store_one(self, block: SingleBlock) -> bytes | None:
-        """See ``_Kernel.store_one``."""
         checksum = bytes(CHECKSUM_BYTES) if self._sums else None
         if block.failure is None:
             faults.hit("copier.store_copying")
@@ -418,7 +413,6 @@ class _NumpyKernel:
         return checksum
 
     def load_one(self, block: SingleBlock) -> None:
-        """See ``_Kernel.load_one``."""
         expected = block.expected(chosen=self._verify)
         if block.failure is not None:
             return

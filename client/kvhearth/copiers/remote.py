@@ -139,7 +139,6 @@ class RemoteCopier(QueuedCopier):
         self._worker.start()
 
     def mark(self) -> object:
-        """See ``QueuedCopier.mark``."""
         return self._way.mark()
 
     def close(self, deadline_s: float = 30.0) -> bool:
@@ -278,11 +277,9 @@ class _Portion(Request):
         self._positions = positions
 
     def prepare(self) -> bool:
-        """See ``data.Request``."""
         return self._way.prepare(self)
 
     def records(self) -> bytes:
-        """See ``data.Request``."""
         records = self._flight.batch.extents[self._positions]
         if self.kind is DataKind.PUT:
             sums = self._flight.checksums
@@ -300,11 +297,9 @@ class _Portion(Request):
         return records.tobytes()
 
     def buffers(self, chosen: Sequence[int]) -> list[Buffer]:
-        """See ``data.Request``."""
         return self._way.buffers(self, chosen)
 
     def end(self, outcomes: bytes) -> None:
-        """See ``data.Request``."""
         failures = {
             index: _FAILURES.get(outcome, BlockFailure.COPY_FAILED)
             for index, outcome in enumerate(outcomes or _NOT_CARRIED_OUT * self.count)

@@ -56,11 +56,9 @@ class HostOrder:
     """``CopyOrder`` for CPU memory: bytes written before a submission are already visible."""
 
     def mark(self) -> object:
-        """See ``CopyOrder.mark``."""
         return None
 
     def after(self, mark: object) -> AbstractContextManager[None]:
-        """See ``CopyOrder.after``."""
         return nullcontext()
 
 
@@ -80,14 +78,12 @@ class CudaOrder:
         self._stream = self._cuda.Stream(device=device)
 
     def mark(self) -> object:
-        """See ``CopyOrder.mark``."""
         event = self._cuda.Event()
         event.record(self._cuda.current_stream(self._device))
         return event
 
     @contextmanager
     def after(self, mark: object) -> Iterator[None]:
-        """See ``CopyOrder.after``."""
         # Entered first, because it selects the stream's GPU for this thread.
         with self._cuda.stream(self._stream):
             self._stream.wait_event(mark)

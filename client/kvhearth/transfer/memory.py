@@ -76,7 +76,6 @@ class PagesInPlace:
         return cls(kv, numbers.astype(np.int64), kept=True)
 
     def stage(self, kind: CopyKind, positions: I64) -> tuple[PagedKV, I64]:
-        """See ``Source``."""
         return self._kv, self._numbers[positions]
 
     def scatter(self, positions: I64, ok: Bools) -> None:
@@ -97,7 +96,6 @@ class Scattered:
             self.device = _device(blocks[0])
 
     def stage(self, kind: CopyKind, positions: I64) -> tuple[PagedKV, I64]:
-        """See ``Source``."""
         blocks = [self._blocks[index] for index in positions.tolist()]
         shape = (len(blocks), *blocks[0].shape)
         options = {} if self._library is np else {"device": self.device}
@@ -108,7 +106,6 @@ class Scattered:
         return PagedKV([self._dense]), np.arange(len(positions))
 
     def scatter(self, positions: I64, ok: Bools) -> None:
-        """See ``Source``."""
         with self._mode():
             for index, row in zip(positions[ok].tolist(), np.flatnonzero(ok).tolist(), strict=True):
                 self._blocks[index][...] = self._dense[row]

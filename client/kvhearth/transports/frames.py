@@ -80,7 +80,6 @@ class FramesTransport:
         _live.add(self)
 
     def call(self, rpc: Rpc[RequestT, ReplyT], request: RequestT, deadline_s: float) -> ReplyT:
-        """See ``CacheTransport.call``."""
         end = time.monotonic() + deadline_s
         body = rpc.serialize(request)
         frames.check_size(len(body), self._message_bytes_max)
@@ -116,7 +115,6 @@ class FramesTransport:
         return bool(self._idle)
 
     def close(self) -> None:
-        """See ``CacheTransport.close``."""
         if os.getpid() != self._pid:
             return
         with self._place_free:

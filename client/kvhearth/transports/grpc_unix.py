@@ -42,7 +42,6 @@ class GrpcUnixTransport:
         _live.add(self)
 
     def call(self, rpc: Rpc[RequestT, ReplyT], request: RequestT, deadline_s: float) -> ReplyT:
-        """See ``CacheTransport.call``."""
         if os.getpid() != self._pid:
             raise KVHearthError(Reason.CLOSED, "this session is the parent process's: connect anew")
         callable_ = self._calls.get(rpc.name) or self._make_call(rpc)
@@ -60,7 +59,6 @@ class GrpcUnixTransport:
         return False
 
     def close(self) -> None:
-        """See ``CacheTransport.close``."""
         if os.getpid() != self._pid:
             return
         with self._lock:

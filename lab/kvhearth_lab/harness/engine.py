@@ -169,7 +169,6 @@ class Rank:
 
     @property
     def boot_id(self) -> str:
-        """See ``RankLike``."""
         return self.client.boot_id
 
     def fill(self, keys: Sequence[bytes], epoch: int) -> None:
@@ -188,7 +187,6 @@ class Rank:
     def store(
         self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records
     ) -> Copied | None:
-        """See ``RankLike``."""
         self.fill(keys, epoch)
         copier = self.copier()
         if copier is None:
@@ -198,7 +196,6 @@ class Rank:
     def load(
         self, boot_id: str, keys: Sequence[bytes], epoch: int, extents: Records
     ) -> Copied | None:
-        """See ``RankLike``."""
         self.pages[:] = 0
         copier = self.copier()
         if copier is None:

@@ -25,7 +25,6 @@ class AllDescriptors(Attack):
     portion: ClassVar[int] = 50
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         doors = (CALLS_SOCKET, ATTACH_SOCKET, HTTP)
         held: dict[int, tuple[str, socket.socket]] = {}
         ended = select.poll()
@@ -43,7 +42,6 @@ class AllDescriptors(Attack):
             yield
 
     def check(self, target: Target, log: Sequence[str]) -> list[str]:
-        """See ``Attack.check``."""
         return ["descriptors"] if any("Too many open files" in line for line in log) else []
 
 
@@ -57,7 +55,6 @@ class ForgedLog(Attack):
     forged: ClassVar[bytes] = b'/forged\x1b[31m{"event":"forged"}'
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         head = b"HEAD %b HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         bad_head = head % b"/livez" + b"Transfer-Encoding: chunked\r\n\r\nnone\r\n\r\n"
         while True:
@@ -68,7 +65,6 @@ class ForgedLog(Attack):
             yield
 
     def check(self, target: Target, log: Sequence[str]) -> list[str]:
-        """See ``Attack.check``."""
         forged = any(_event(line) in ("", "forged") for line in log)
         return [*tracebacks(log), *(["forged_lines"] if forged else [])]
 

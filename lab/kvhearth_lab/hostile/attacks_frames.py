@@ -98,7 +98,6 @@ class EmptyParts(Attack):
     body_bytes: ClassVar[int] = 4 << 20
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         parts = _EMPTY_PART * (self.body_bytes // len(_EMPTY_PART))
         call = frame(frames.METHODS["Abort"], parts)
         session = enter(target, f"parts-{number}")
@@ -128,7 +127,6 @@ class Crowded(Attack):
         raise NotImplementedError
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         crowd = Crowd(target, enter(target, f"{self.name}-{number}"))
         turn = 0
         while True:
@@ -149,7 +147,6 @@ class CrowdedLookups(Crowded):
         self._made: list[bytes] = []
 
     def call(self, session: Session, number: int) -> bytes:
-        """See ``Crowded.call``."""
         if len(self._made) < 4:
             self._made.append(lookup(session, random_keys(session)))
         return self._made[number % len(self._made)]
@@ -162,7 +159,6 @@ class CrowdedReservations(Crowded):
     help = "tenant a reserves all it may and gives it back, on 64 connections of a session"
 
     def call(self, session: Session, number: int) -> bytes:
-        """See ``Crowded.call``."""
         name = secrets.randbelow(_ID_MAX) + 1
         wanted = types_pb2.GroupCount(group=0, count=session.welcome.keys_max)
         epoch = session.welcome.epoch
@@ -181,7 +177,6 @@ class PipelinedCalls(Attack):
     pause_s = 0.01
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         calls = frame(frames.METHODS["Heartbeat"], b"") * 2000
         crowd = Crowd(target, enter(target, f"pipelined-{number}"))
         while True:
@@ -199,7 +194,6 @@ class UnfinishedFrames(Attack):
     sessions: ClassVar[int] = 4
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         part = frame(frames.METHODS["Lookup"], bytes(_UNFINISHED_BYTES))[:-1]
         crowds = [
             Crowd(target, enter(target, f"unfinished-{number}-{index}"))
@@ -222,7 +216,6 @@ class UnreadReplies(Attack):
     sessions: ClassVar[int] = 3
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         crowds = [
             Crowd(target, enter(target, f"unread-{number}-{index}"))
             for index in range(self.sessions)
@@ -245,7 +238,6 @@ class OpenStorm(Attack):
     processes = 2
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         session = enter(target, f"opens-{number}")
         while True:
             with contextlib.suppress(OSError), opened(target, session) as line:

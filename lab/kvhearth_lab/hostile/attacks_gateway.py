@@ -81,7 +81,6 @@ class RemoteRandom(Remote, RandomBytes):
     )
 
     def begin(self, rng: random.Random) -> bytes:
-        """See ``RandomBytes.begin``."""
         return rng.choice(self.openings)
 
 
@@ -105,7 +104,6 @@ class RemoteTokens(Remote):
     pause_s = 0.001
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         rng = random.Random(number)
         while True:
             guess = rng.randbytes(20).hex()
@@ -128,7 +126,6 @@ class RemoteStorm(Remote):
     processes = 2
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         turn = 0
         while True:
             turn += 1
@@ -150,7 +147,6 @@ class RemoteFrames(Remote):
     pause_s = 0.001
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         rng = random.Random(number)
         link = enter(target, f"frames-{os.getpid()}")
         while True:
@@ -181,7 +177,6 @@ class RemoteReplay(Remote):
     help = "tenant a replays puts before and after their commit, with other bytes"
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         link = enter(target, f"replay-{os.getpid()}")
         while True:
             with contextlib.suppress(OSError), data_line(target, link) as line:
@@ -202,7 +197,6 @@ class RemoteDrip(Remote):
     pause_s = _DRIP_S
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         link = enter(target, f"drip-{os.getpid()}")
         lines: list[socket.socket] = []
         with contextlib.suppress(OSError):
@@ -229,7 +223,6 @@ class RemoteUnread(Remote):
     pause_s = 0.01
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         link = enter(target, f"unread-{os.getpid()}")
         extents = reserve(link)
         with data_line(target, link) as line:

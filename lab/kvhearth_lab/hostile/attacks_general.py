@@ -132,7 +132,6 @@ class RandomBytes(Attack):
     opening: ClassVar[bytes] = b""
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         rng = random.Random(number)
         while True:
             with contextlib.suppress(OSError), knock(target, self.door) as line:
@@ -161,7 +160,6 @@ class RandomAttach(RandomBytes):
     door = ATTACH_SOCKET
 
     def words(self, rng: random.Random) -> bytes:
-        """See ``RandomBytes.words``."""
         wrong = [{}, {"kind": "hello"}, {"kind": "hello", "protocol": -1}, {"kind": "bye"}]
         deep = b"[" * 60000
         if rng.random() < 0.5:
@@ -188,7 +186,6 @@ class RandomHttp(RandomBytes):
     opening = b"POST /v1/namespaces/" + b"0" * 64 + b":evict HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
     def words(self, rng: random.Random) -> bytes:
-        """See ``RandomBytes.words``."""
         noise = super().words(rng)
         return rng.choice([noise, b"Content-Length: 50000\r\n\r\n" + noise, b"X: " + noise[:200]])
 
@@ -201,7 +198,6 @@ class RandomCalls(Attack):
     pause_s = 0.001
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         rng = random.Random(number)
         session = enter(target, f"random-{number}")
         while True:
@@ -231,7 +227,6 @@ class Idle(Attack):
     portion: ClassVar[int] = 50
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         held: dict[int, socket.socket] = {}
         closed = select.poll()
         while True:
@@ -285,7 +280,6 @@ class AttachStorm(Attack):
     processes = 2
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         turn = 0
         while True:
             turn += 1
@@ -307,7 +301,6 @@ class HealthStorm(Attack):
     processes = 2
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         question = encode_frame(HEALTH_QUESTION)
         while True:
             with contextlib.suppress(OSError), knock(target, ATTACH_SOCKET) as line:
@@ -328,7 +321,6 @@ class BigHellos(Attack):
     processes = 2
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         room = FRAME_BYTES_MAX - 100
         body = b'{"kind":"hello","x":[' + b"{}," * (room // 3) + b"0]}"
         hello = struct.pack("<I", len(body)) + body
@@ -349,7 +341,6 @@ class BigContracts(Attack):
     arena = True
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         long = "\u00e9" * TEXT_CHARS_MAX
         texts = ("revision", "layout", "quantization", "hash_seed", "rope_digest", "draft_model")
         filled: dict[str, Any] = dict.fromkeys(texts, long)
@@ -376,7 +367,6 @@ class LookupStorm(Attack):
     requests: ClassVar[int] = 16
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         session = enter(target, f"lookups-{number}")
         calls = [lookup(session, random_keys(session)) for _ in range(self.requests)]
         ready = select.poll()
@@ -408,7 +398,6 @@ class EvictingStores(Attack):
     needs = frozenset({SECOND_UID})  # one tenant's blocks evict each other by right
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         model = f"evicting-{os.getpid()}"
         contract = contract_of(target.page_bytes, model=model)
         engine = Engine(target.url, contract, model, key_of=partial(key_of, model))
@@ -433,11 +422,9 @@ class SsdThrash(Attack):
     asked: ClassVar[int] = 1024
 
     def settings(self, folder: Path) -> Mapping[str, object]:
-        """See ``Attack.settings``."""
         return {"ssd_dirs": [f"{folder / 'ssd'}=1GiB"]}
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         model = f"thrash-{os.getpid()}"
         contract = contract_of(target.page_bytes, model=model)
         engine = Engine(target.url, contract, model, key_of=partial(key_of, model))
@@ -463,7 +450,6 @@ class ManyLeases(Attack):
     blocks: ClassVar[int] = 2048
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         model = f"leases-{os.getpid()}"
         contract = contract_of(target.page_bytes, model=model)
         engine = Engine(target.url, contract, model, key_of=partial(key_of, model))
@@ -496,7 +482,6 @@ class ManyPins(Attack):
     at_once: ClassVar[int] = 50
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         group = types_pb2.GroupKeys(group=0, keys=os.urandom(_KEY_BYTES))
         turn = 0
         while True:
@@ -534,7 +519,6 @@ class SlowFrames(Attack):
     connections: ClassVar[int] = 60
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         session = enter(target, f"slow-{number}")
         call = lookup(session, random_keys(session))
         yield from pushed(self.connections, partial(opened, target, session), call)
@@ -550,7 +534,6 @@ class SlowHttp(Attack):
     connections: ClassVar[int] = 60
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         request = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         yield from pushed(self.connections, partial(knock, target, HTTP), request)
 
@@ -593,7 +576,6 @@ class KilledSessions(Attack):
     reserved: ClassVar[int] = 8
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         while True:
             at_work, written = os.pipe()
             children = []

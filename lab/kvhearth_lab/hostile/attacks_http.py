@@ -24,7 +24,6 @@ class HttpFlood(Attack):
     path: ClassVar[str] = "/metrics"
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         request = f"GET {self.path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
         with contextlib.ExitStack() as undo:
             poll, lines = select.poll(), dict[int, socket.socket]()
@@ -95,7 +94,6 @@ class HttpChurn(Attack):
     pause_s = 0.001
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         request = b"GET /v1/stats HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         count = 0
         while True:

@@ -39,7 +39,6 @@ class AllSessions(Attack):
         return contract_of(target.page_bytes, model="hostile")
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         while True:
             count = len(self._held)
             made = self.contract(target, count)
@@ -64,7 +63,6 @@ class AllContracts(AllSessions):
     reason = Reason.TOO_MANY_NAMESPACES
 
     def contract(self, target: Target, number: int) -> Contract:
-        """See ``AllSessions.contract``."""
         long = "\u00e9" * TEXT_CHARS_MAX
         made = contract_of(target.page_bytes, model=f"{os.getpid()}-{number}")
         made = replace(made, revision=long, layout=long, quantization=long, hash_seed=long)
@@ -81,7 +79,6 @@ class HeldStock(Attack):
     asked: ClassVar[int] = 4096
 
     def run(self, target: Target, number: int) -> Iterator[None]:
-        """See ``Attack.run``."""
         sessions = [enter(target, f"stock-{os.getpid()}-{each}") for each in range(self.engines)]
         lines = [opened(target, session) for session in sessions]
         turn = 0

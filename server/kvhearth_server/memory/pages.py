@@ -45,15 +45,12 @@ class HugetlbPages:
         self.kind, self.page_bytes, self.huge_bytes = kind, page_bytes, size_bytes
 
     def fill(self, address: int, size_bytes: int) -> None:
-        """See ``PageSource.fill``."""
         populate(address, size_bytes, self.page_bytes)
 
     def settle(self, populated_bytes: int) -> str:
-        """See ``PageSource.settle``."""
         return ""
 
     def limits(self, start: int, size_bytes: int) -> list[MemoryLimit]:
-        """See ``PageSource.limits``."""
         return []
 
 
@@ -87,7 +84,6 @@ class PlainPages:
         self.huge_bytes = 0
 
     def fill(self, address: int, size_bytes: int) -> None:
-        """See ``PageSource.fill``."""
         start = address - self._mapping.address
         collapsed = self._collapse is not None and self._collapse.fill(address, size_bytes)
         if not collapsed and not self._advised:
@@ -98,7 +94,6 @@ class PlainPages:
             os.posix_fallocate(self._fd, start, size_bytes)
 
     def settle(self, populated_bytes: int) -> str:
-        """See ``PageSource.settle``."""
         if self._collapse is None:
             return ""
         self.huge_bytes = self._kernel.pmd_mapped_bytes(self._mapping.address)
@@ -110,7 +105,6 @@ class PlainPages:
         return self._small(populated_bytes, self._collapse.error)
 
     def limits(self, start: int, size_bytes: int) -> list[MemoryLimit]:
-        """See ``PageSource.limits``."""
         if os.lseek(self._fd, start, os.SEEK_HOLE) >= start + size_bytes:
             return []
         limits = [

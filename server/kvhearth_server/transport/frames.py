@@ -349,7 +349,6 @@ class _Connection(Stream):
         return 0 if self._session is None else self._session.number
 
     def received(self, data: memoryview) -> None:
-        """See ``Stream``."""
         if not self._answered_alone(data):
             self._buffer += data
             self.kept()
@@ -385,18 +384,15 @@ class _Connection(Stream):
         self._work()
 
     def kept(self) -> None:
-        """See ``Stream``."""
         self._server.kept.note(self, len(self._buffer) + len(self._waiting))
 
     def ended(self) -> None:
-        """See ``Stream``."""
         for timer in (self._deadline, self._patience):
             if timer is not None:
                 timer.cancel()
         self._server.lost(self, self._session)
 
     def abort(self) -> None:
-        """See ``Stream``."""
         super().abort()
         self._buffer.clear()
         self._server.kept.note(self, 0)

@@ -187,11 +187,9 @@ class SchedulerConnector:
         self._requests.new(request)
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
-        """See ``Requests.matched``."""
         return self._requests.matched(request, computed_tokens)
 
     def allocated(self, request: Request, table: BlockTable, external_tokens: int) -> None:
-        """See ``Requests.allocated``."""
         self._requests.allocated(request, table, external_tokens)
 
     def sources(self, request_id: str, tokens: int) -> tuple[int, int]:

@@ -64,17 +64,14 @@ class BareArena:
         self._bytes[:: mmap.PAGESIZE] = 0  # before Linux 5.14
 
     def view(self, segment: int) -> U8:
-        """See ``ArenaView.view``."""
         assert segment == _SEGMENT
         return self._bytes
 
     def address(self, segment: int) -> int:
-        """See ``ArenaView.address``."""
         assert segment == _SEGMENT
         return int(self._bytes.ctypes.data)
 
     def alive(self) -> bool:
-        """See ``ArenaView.alive``."""
         return self._living
 
     def end_life(self) -> None:

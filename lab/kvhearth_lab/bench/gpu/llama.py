@@ -126,7 +126,6 @@ class _Transformers:
         self._layers = geometry.layers
 
     def forward(self, tokens: Any, kv: KV | None) -> tuple[Any, KV]:
-        """See ``Model.forward``."""
         torch, cache = self._torch, self._cache_class()
         for layer, (keys, values) in enumerate(kv or []):
             cache.update(keys, values, layer)
@@ -178,7 +177,6 @@ class _Plain:
         self._frequencies = geometry.rope_theta**-exponents
 
     def forward(self, tokens: Any, kv: KV | None) -> tuple[Any, KV]:
-        """See ``Model.forward``."""
         torch = self._torch
         with torch.inference_mode():
             begin = 0 if not kv else int(kv[0][0].shape[2])

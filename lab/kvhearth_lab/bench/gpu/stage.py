@@ -140,19 +140,15 @@ class CudaStage:
         self.torch.cuda.set_device(0)
 
     def runtime(self) -> CudaRuntime:
-        """See ``Stage.runtime``."""
         return Cudart()
 
     def driver(self) -> Any:
-        """See ``Stage.driver``."""
         return ctypes.CDLL("libcuda.so.1")
 
     def synchronize(self) -> None:
-        """See ``Stage.synchronize``."""
         self.torch.cuda.synchronize()
 
     def sleep(self, seconds: float) -> None:
-        """See ``Stage.sleep``."""
         if not self._cycles_per_s:
             self._cycles_per_s = self._measured_cycles()
         self.torch.cuda._sleep(int(seconds * self._cycles_per_s))
@@ -169,7 +165,6 @@ class CudaStage:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """See ``Stage.stream``."""
         stream = self.torch.cuda.Stream(device=self.device)
         stream.wait_stream(self.torch.cuda.current_stream(self.device))
         with self.torch.cuda.stream(stream):
@@ -178,14 +173,12 @@ class CudaStage:
     def copier(
         self, kv: PagedKV, arena: ArenaView, *, verify_fraction: float = 0.0, method: str = AUTO
     ) -> Copier:
-        """See ``Stage.copier``."""
         from kvhearth.copiers.cuda import CudaCopier
 
         with chosen(method):
             return CudaCopier(kv, arena, verify_fraction=verify_fraction, seed=1)
 
     def registered(self, arena: ArenaView) -> AbstractContextManager[float]:
-        """See ``Stage.registered``."""
         return _registered(arena, self.runtime())
 
 
@@ -210,12 +203,10 @@ class HostStage:
         self._runtime = runtime
 
     def runtime(self) -> CudaRuntime:
-        """See ``Stage.runtime``."""
         assert self._runtime is not None, "this rehearsal has no scripted runtime"
         return self._runtime
 
     def driver(self) -> Any:
-        """See ``Stage.driver``."""
         raise KVHearthError(Reason.COPY_FAILED, "a rehearsal has no driver")
 
     def synchronize(self) -> None:
@@ -225,13 +216,11 @@ class HostStage:
         """See ``Stage.sleep``."""
 
     def stream(self) -> AbstractContextManager[None]:
-        """See ``Stage.stream``."""
         return contextlib.nullcontext()
 
     def copier(
         self, kv: PagedKV, arena: ArenaView, *, verify_fraction: float = 0.0, method: str = AUTO
     ) -> Copier:
-        """See ``Stage.copier``."""
         if self._scripted is None:
             return HostCopier(kv, arena, sums=False, verify=verify_fraction > 0)
         from kvhearth.copiers.cuda import CudaCopier
@@ -243,7 +232,6 @@ class HostStage:
             )
 
     def registered(self, arena: ArenaView) -> AbstractContextManager[float]:
-        """See ``Stage.registered``."""
         if self._runtime is None:
             return contextlib.nullcontext(0.0)
         return _registered(arena, self._runtime)

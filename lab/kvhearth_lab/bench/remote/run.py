@@ -97,7 +97,6 @@ class Ceiling:
         self._far, self._source, self._target = far, source, target
 
     def run(self, operation: str, connections: int, number: int) -> float:
-        """See ``Side.run``."""
         if operation == PUT:
             return self._far.put(self._source, connections)
         return self._far.get(self._target, connections)
@@ -137,7 +136,6 @@ class Ours:
         self._keys: list[bytes] = []
 
     def run(self, operation: str, connections: int, number: int) -> float:
-        """See ``Side.run``."""
         return self.move(operation, connections, number, np.arange(BATCH))
 
     def move(self, operation: str, connections: int, number: int, pages: Any) -> float:
@@ -209,7 +207,6 @@ class Peer:
         self._adapter = adapter
 
     def run(self, operation: str, connections: int, number: int) -> float:
-        """See ``Side.run``."""
         name = {PUT: "store", GET: "load"}[operation]
         answer = self._adapter.run(f"{name}_{connections}", number)
         if operation == GET and not parse_count(answer, "compared_bytes"):

@@ -199,7 +199,6 @@ class FilePeer:
         return pages_behind(self.source, kind)
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """See ``Peer``."""
         return {"store": lambda _: self.store(), "load": lambda _: self.load()}
 
     def store(self) -> float:
@@ -211,7 +210,6 @@ class FilePeer:
         raise NotImplementedError
 
     def drop(self) -> None:
-        """See ``Peer``."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 path.unlink()
@@ -247,7 +245,6 @@ class WirePeer:
         return pages_behind(self.source, kind)
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """See ``Peer``."""
         made: dict[str, Callable[[int], float]] = {}
         for count in CONNECTIONS:
             made[f"store_{count}"] = partial(self._spread, self.put, count)
@@ -298,7 +295,6 @@ class WirePeer:
         raise RuntimeError("no lookups are measured")
 
     def close(self) -> None:
-        """See ``Peer``."""
         self._threads.shutdown()
         for child in reversed(self.children):
             child.end()

@@ -32,7 +32,6 @@ class Peer(WirePeer):
         self._port = 0
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """See ``harness.Peer``."""
         kind = self.prepare(config)
         self._port = free_port()
         command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(self._port), "cpu"]
@@ -50,13 +49,11 @@ class Peer(WirePeer):
         }
 
     def connect(self) -> socket.socket:
-        """See ``WirePeer``."""
         line = socket.create_connection(("127.0.0.1", self._port), timeout=_DEADLINE_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return line
 
     def put(self, connection: socket.socket, pages: Sequence[int]) -> None:
-        """See ``WirePeer``."""
         for page in pages:
             own = memoryview(self.source[page])
             connection.sendall(_ask(_PUT, page, len(own)))
@@ -65,7 +62,6 @@ class Peer(WirePeer):
         _answer(connection)
 
     def get(self, connection: socket.socket, pages: Sequence[int]) -> None:
-        """See ``WirePeer``."""
         for page in pages:
             own = memoryview(self.target[page])
             connection.sendall(_ask(_GET, page, 0))

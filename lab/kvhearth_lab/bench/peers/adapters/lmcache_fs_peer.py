@@ -34,7 +34,6 @@ class Peer(FilePeer):
         self._stores = 0
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """See ``harness.Peer``."""
         os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1")
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
         import torch
@@ -57,12 +56,10 @@ class Peer(FilePeer):
         }
 
     def close(self) -> None:
-        """See ``harness.Peer``."""
         if self._adapter is not None:
             self._adapter.close()
 
     def store(self) -> float:
-        """See ``FilePeer``."""
         from lmcache.v1.distributed.api import ObjectKey
 
         self._stores += 1
@@ -82,7 +79,6 @@ class Peer(FilePeer):
         return self._adapter.pop_completed_store_tasks().get(task)
 
     def load(self) -> float:
-        """See ``FilePeer``."""
         start = time.perf_counter()
         task = self._adapter.submit_load_task(self._keys, self._objects["target"])
         fd = self._adapter.get_load_event_fd()

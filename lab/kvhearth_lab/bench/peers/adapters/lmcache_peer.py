@@ -207,7 +207,6 @@ class Peer:
         self._prompts: list[tuple[int, ...]] = []
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """See ``harness.Peer``."""
         os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1")
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
         self._daemon = _Server(config)
@@ -239,7 +238,6 @@ class Peer:
         }
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """See ``harness.Peer``."""
         if not self._copies:
             return {}
         every = list(self.pages)
@@ -256,14 +254,12 @@ class Peer:
         }
 
     def drop(self) -> None:
-        """See ``harness.Peer``."""
         if self._kept is not None:
             self._server.end_request(self._kept)
         self._kept = None
         self._server.answer(self._server.client.clear())
 
     def lookups(self, count: int) -> list[float]:
-        """See ``harness.Peer``."""
         server, times = self._server, []
         for _ in range(count):
             key = server.key(random.choice(self._prompts), None)
@@ -275,7 +271,6 @@ class Peer:
         return times
 
     def close(self) -> None:
-        """See ``harness.Peer``."""
         if self._registered is not None:
             self._registered.transfer.close()  # without a call, since the daemon ends, too
         if self._daemon is not None:

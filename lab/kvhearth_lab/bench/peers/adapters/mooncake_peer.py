@@ -102,7 +102,6 @@ class Peer:
         self._keys: list[str] = []
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """See ``harness.Peer``."""
         self._config = config
         pages = "2MiB" if config.hugepages else "4KiB"
         kind = "shared-memory client"
@@ -140,7 +139,6 @@ class Peer:
         }
 
     def measures(self) -> Mapping[str, Callable[[int], float]]:
-        """See ``harness.Peer``."""
         part = "" if self._config is None else self._config.part
         if part == "wire":
             made: dict[str, Callable[[int], float]] = {}
@@ -159,13 +157,11 @@ class Peer:
         }
 
     def drop(self) -> None:
-        """See ``harness.Peer``."""
         if self._kept:
             self._stored(self._made.store.batch_remove(self._kept, True), 0)
             self._kept = []
 
     def lookups(self, count: int) -> list[float]:
-        """See ``harness.Peer``."""
         made, config = self._made, self._config
         assert config is not None
         times = []
@@ -179,7 +175,6 @@ class Peer:
         return times
 
     def close(self) -> None:
-        """See ``harness.Peer``."""
         self._threads.shutdown()
         if self._client is not None:
             self._client.store.close()

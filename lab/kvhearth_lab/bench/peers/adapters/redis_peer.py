@@ -24,7 +24,6 @@ class Peer(WirePeer):
         self._port = 0
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """See ``harness.Peer``."""
         kind = self.prepare(config)
         server, env = _server()
         self._port = free_port()
@@ -49,17 +48,14 @@ class Peer(WirePeer):
         }
 
     def connect(self) -> Any:
-        """See ``WirePeer``."""
         client = importlib.import_module("redis").Redis
         return client(host="127.0.0.1", port=self._port, single_connection_client=True)
 
     def put(self, connection: Any, pages: Sequence[int]) -> None:
-        """See ``WirePeer``."""
         for page in pages:
             connection.set(f"block-{page}", memoryview(self.source[page]))
 
     def get(self, connection: Any, pages: Sequence[int]) -> None:
-        """See ``WirePeer``."""
         for page in pages:
             self.target[page] = np.frombuffer(connection.get(f"block-{page}"), np.uint8)
 

@@ -35,7 +35,6 @@ class Peer(FilePeer):
         self._stores = self._jobs = 0
 
     def start(self, config: Config) -> Mapping[str, Any]:
-        """See ``harness.Peer``."""
         os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm.v1.kv_offload.tiering.fs import io
@@ -58,12 +57,10 @@ class Peer(FilePeer):
         }
 
     def close(self) -> None:
-        """See ``harness.Peer``."""
         for tier in self._tiers.values():
             tier.shutdown()
 
     def store(self) -> float:
-        """See ``FilePeer``."""
         from vllm.v1.kv_offload.base import make_offload_key
 
         self._stores += 1
@@ -72,7 +69,6 @@ class Peer(FilePeer):
         return self._move("source", promotion=False)
 
     def load(self) -> float:
-        """See ``FilePeer``."""
         return self._move("target", promotion=True)
 
     def _move(self, name: str, *, promotion: bool) -> float:
