@@ -247,7 +247,7 @@ async def _serve(
         await rpc.start()
     doors: Files = {
         "admin": (path := settings.admin_socket, partial(web.open, path, supervisor)),
-        "calls": (path := settings.calls_socket, partial(calls.start, path)),
+        "calls": (path := settings.calls_socket, partial(calls.start, path, supervisor)),
         "attach": (path := settings.attach_socket, partial(attach.start, path, supervisor)),
     }
     _keep_open(settings, engine, supervisor, doors, admin_token)

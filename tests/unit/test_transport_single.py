@@ -26,7 +26,7 @@ from kvhearth_server.core.state import Limits
 from kvhearth_server.engine import recovery
 from kvhearth_server.transport import dispatch as decisions_module
 from kvhearth_server.transport.dispatch import Dispatcher
-from kvhearth_server.transport.frames import CallsServer, _Connection
+from kvhearth_server.transport.frames import CallsServer
 
 TWO = contract(full(), mamba(), full(8192, shards=2))
 
@@ -187,7 +187,7 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
         group = cache_pb2.GroupCommit(keys=key(1), slots=slot, generations=generation)
         commit = cache_pb2.CommitRequest(epoch=desk.epoch, groups=[group])
 
-        server._made(_Connection(server, theirs))
+        await server._accepted(theirs)
         ours.send(frames.encode(frames.OPEN, 0, desk.session.token.encode(), 1 << 20))
         await asyncio.sleep(0.01)
         ours.recv(1 << 16)

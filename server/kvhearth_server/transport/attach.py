@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.observability.metrics.gateway import GATEWAY_COUNTERS
 from kvhearth_server.ownership import listening
+from kvhearth_server.transport.accepting import accept_forever
 from kvhearth_server.transport.messages import plain_error, plain_text
 from kvhearth_server.transport.reports import named
 
@@ -226,7 +228,8 @@ class AttachServer:
         former, self._socket = self._socket, listening(path, _BACKLOG)
         if former is not None:
             former.close()
-        supervisor.spawn("attach", self._accept_forever, replaces=True)
+        work = partial(accept_forever, self._socket, self._accepted, self._cannot_accept)
+        supervisor.spawn("attach", work, replaces=True)
 
     async def stop(self) -> None:
         """Close the socket and all connections."""
@@ -237,32 +240,18 @@ class AttachServer:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _accept_forever(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert self._socket is not None
-        logged = False
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(self._socket)
-            except OSError as error:
-                # Out of descriptors, most likely. Silent peers hold some; failing here would stop
-                # accepting for the supervisor's ever longer pauses.
-                if not logged:
-                    _log.warning("attach.cannot_accept", error=str(error))
-                logged = True
-                await asyncio.sleep(_ACCEPT_AGAIN_S if self._hurry() else _ACCEPT_PAUSE_S)
-                continue
-            logged = False
-            connection.setblocking(False)
-            if self._descriptors() >= self._descriptors_max and not self._hurry():
-                self._turn_away(connection)
-                await asyncio.sleep(0)
-                continue
-            task = loop.create_task(self._serve(connection))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-            # Accepting does not wait while peers queue up: without this nothing else would run.
-            await asyncio.sleep(0)
+    def _cannot_accept(self, error: OSError) -> float:
+        """Make room where silent peers hold descriptors."""
+        _refusals.warning("attach.cannot_accept", kind="accept", error=str(error))
+        return _ACCEPT_AGAIN_S if self._hurry() else _ACCEPT_PAUSE_S
+
+    async def _accepted(self, connection: socket.socket) -> None:
+        if self._descriptors() >= self._descriptors_max and not self._hurry():
+            self._turn_away(connection)
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(connection))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
 
     def _descriptors(self) -> int:
         """Return how many are taken: a connection has its socket and its peer's pidfd, a process

@@ -13,6 +13,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from types import CoroutineType
 from typing import Any
@@ -23,144 +24,12 @@ from kvhearth.wire.frames import encode_status
 from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX, DoorShares
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Closed, Session
-from kvhearth_server.engine.supervisor import give_back_memory
+from kvhearth_server.engine.supervisor import Supervisor, give_back_memory
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.ownership import listening
+from kvhearth_server.transport.accepting import accept_forever
 from kvhearth_server.transport.dispatch import Dispatcher, failure
 from kvhearth_server.transport.messages import TooManyParts
-
-
-class Stream:
-    """One connection; subclasses handle its events. All methods run on the loop's thread.
-
-    Args:
-        connection: a non-blocking stream socket, owned by the stream from now on.
-        inbox: buffer to read into. Streams may share one: each hands its bytes over before the next
-            one reads.
-        waiting_bytes_max: the stream is ``full`` above this many written bytes that the peer has
-            not taken.
-    """
-
-    def __init__(
-        self, connection: socket.socket, inbox: memoryview, waiting_bytes_max: int
-    ) -> None:
-        self.full = False
-        """True while the peer takes nothing; more should be written only after ``emptied``."""
-        self.closing = False
-        """True once nothing more is read and nothing more can be written."""
-        self._socket = connection
-        self._inbox = inbox
-        self._waiting_bytes_max = waiting_bytes_max
-        self._waiting = bytearray()
-        self._reading = True
-        self._has_ended = False
-        self._loop = asyncio.get_running_loop()
-        # By number: asyncio looks a new one up, and the error that it meets would name a socket's
-        # addresses, by two system calls.
-        self._fd = connection.fileno()
-        self._loop.add_reader(self._fd, self._read)
-
-    def received(self, data: memoryview) -> None:
-        """Handle received bytes; they are gone after this returns."""
-        raise NotImplementedError
-
-    def filled(self) -> None:
-        """Handle that the stream has become ``full``."""
-        raise NotImplementedError
-
-    def emptied(self) -> None:
-        """Handle that the stream is no longer ``full``."""
-        raise NotImplementedError
-
-    def kept(self) -> None:
-        """Handle that the number of written bytes that wait has changed."""
-        raise NotImplementedError
-
-    def ended(self) -> None:
-        """Handle the end of the connection, from either side; called once, by the loop."""
-        raise NotImplementedError
-
-    def write(self, data: bytes) -> None:
-        """Send as much as the peer takes now, and the rest when it takes more."""
-        if self.closing:
-            return
-        if not self._waiting:
-            sent = self._send(data)
-            if sent == len(data) or self.closing:
-                return
-            data = data[sent:]
-            self._loop.add_writer(self._fd, self._flush)
-        self._waiting += data
-        if len(self._waiting) > self._waiting_bytes_max and not self.full:
-            self.full = True
-            self.filled()
-        self.kept()
-
-    def read_on(self, reading: bool) -> None:
-        """Set whether to read from the peer, or to leave its bytes in the socket."""
-        if reading is self._reading or self.closing:
-            return
-        self._reading = reading
-        if reading:
-            self._loop.add_reader(self._fd, self._read)
-        else:
-            self._loop.remove_reader(self._fd)
-
-    def close(self) -> None:
-        """Stop reading; end when the peer has taken all written bytes."""
-        self.read_on(False)
-        self.closing = True
-        if not self._waiting:
-            self.abort()
-
-    def abort(self) -> None:
-        """End now."""
-        if self._has_ended:
-            return
-        self.read_on(False)
-        self._has_ended = self.closing = True
-        self._loop.remove_writer(self._fd)
-        self._waiting.clear()
-        self._socket.close()
-        self._loop.call_soon(self.ended)
-
-    def _read(self) -> None:
-        try:
-            count = self._socket.recv_into(self._inbox)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            self.abort()
-            return
-        if count:
-            self.received(self._inbox[:count])
-        else:
-            self.close()
-
-    def _send(self, data: bytes | bytearray) -> int:
-        try:
-            return self._socket.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError:
-            self.abort()
-            return 0
-
-    def _flush(self) -> None:
-        sent = self._send(self._waiting)
-        if self._has_ended:
-            return
-        del self._waiting[:sent]
-        self.kept()
-        if not self._waiting:
-            self._loop.remove_writer(self._fd)
-            if self.closing:
-                self.abort()
-                return
-        if self.full and len(self._waiting) <= self._waiting_bytes_max // 4:
-            self.full = False
-            self.emptied()
-
 
 KEPT_BYTES_MAX = 24 << 20
 """Unfinished frames and unread replies of all connections together."""
@@ -171,12 +40,16 @@ _BACKLOG = 128
 _TOKEN_BYTES_MAX = 256
 _REPLIES_WAITING_BYTES_MAX = 1 << 20
 _READ_BYTES = 64 * 1024
-_ACCEPTS_PER_TURN = 4
 _WORK_S = 0.0005
 """Time of one cycle of the loop that a connection's calls take; a call that has begun goes on."""
 _ACCEPT_PAUSE_S = 0.05
 _log = get_logger("kvhearth.calls")
 _troubles = LimitedLog(_log)
+
+
+def _cannot_accept(error: OSError) -> float:
+    _troubles.warning("calls.cannot_accept", kind="accept", error=str(error))
+    return _ACCEPT_PAUSE_S
 
 
 class Kept:
@@ -190,32 +63,34 @@ class Kept:
         self._bytes_max = bytes_max
         self._most_bytes = 0
         self._bytes: dict[_Connection, int] = {}
-        self._by_session: Counter[int] = Counter()
         self.total_bytes = 0
 
-    def note(self, connection: _Connection, count: int) -> None:
+    def note(self, connection: _Connection) -> None:
         """Record how many bytes a connection keeps now."""
-        added = count - self._bytes.get(connection, 0)
-        if not added:
-            return
-        if count:
-            self._bytes[connection] = count
-        else:
-            del self._bytes[connection]
-        owner = connection.session_number
-        self._by_session[owner] += added
-        if not self._by_session[owner]:
-            del self._by_session[owner]
-        self.total_bytes += added
+        self._record(connection)
+        if self.total_bytes > self._bytes_max:
+            for each in list(self._bytes):  # nobody tells when a peer reads what waits for it
+                self._record(each)
         while self.total_bytes > self._bytes_max:
-            self._largest().close_for(Closed.MEMORY)
+            largest = self._largest()
+            largest.close_for(Closed.MEMORY)
+            self._record(largest)
         self._most_bytes = max(self._most_bytes, self.total_bytes)
         if self.total_bytes <= self._most_bytes // 8 and self._most_bytes >= _GIVE_BACK_BYTES:
             self._most_bytes = 0
             asyncio.get_running_loop().call_later(_GIVE_BACK_S, give_back_memory)
 
+    def _record(self, connection: _Connection) -> None:
+        count = connection.kept_bytes
+        self.total_bytes += count - self._bytes.pop(connection, 0)
+        if count:
+            self._bytes[connection] = count
+
     def _largest(self) -> _Connection:
-        owner = max(self._by_session, key=self._by_session.__getitem__)
+        by_session: Counter[int] = Counter()
+        for connection, count in self._bytes.items():
+            by_session[connection.session_number] += count
+        owner = max(by_session, key=by_session.__getitem__)
         its = [each for each in self._bytes if each.session_number == owner]
         return max(its, key=self._bytes.__getitem__)
 
@@ -243,50 +118,30 @@ class CallsServer:
         self.inbox = memoryview(bytearray(_READ_BYTES))
         """Read buffer of all connections; each takes its bytes out before the next one reads."""
 
-    def start(self, path: Path) -> None:
-        """Listen on the running loop, or anew if the socket was removed.
+    def start(self, path: Path, supervisor: Supervisor) -> None:
+        """Listen on the socket, or anew if it was removed.
 
         The socket's mode lets every user connect who can reach its directory; the token decides.
         """
-        listener = listening(path, _BACKLOG)
-        self._shut_door()
-        self._listener = listener
-        self._open_door()
-
-    def _shut_door(self) -> None:
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
+        former, self._listener = self._listener, listening(path, _BACKLOG)
+        if former is not None:
+            former.close()
+        work = partial(accept_forever, self._listener, self._accepted, _cannot_accept)
+        supervisor.spawn("calls", work, replaces=True)
 
     def stop(self) -> None:
         """Close the socket and all connections."""
-        self._shut_door()
+        if self._listener is not None:
+            self._listener.close()
         for connection in list(self._connections):
             connection.abort()
 
-    def _open_door(self) -> None:
-        if self._listener is not None:
-            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+    async def _accepted(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: _Connection(self), connection)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        for _ in range(_ACCEPTS_PER_TURN):
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                # Out of descriptors, most likely; the other connections still have their turns.
-                _troubles.warning("calls.cannot_accept", kind="accept", error=str(error))
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(self._listener)
-                loop.call_later(_ACCEPT_PAUSE_S, self._open_door)
-                return
-            connection.setblocking(False)
-            self._made(_Connection(self, connection))
-
-    def _made(self, connection: _Connection) -> None:
+    def made(self, connection: _Connection) -> None:
+        """Add a connection, which has to open in time."""
         self._connections.add(connection)
         self._unopened[connection] = None
         if len(self._unopened) > self._unopened_max:
@@ -320,15 +175,20 @@ class CallsServer:
         """Remove a connection that ended."""
         self._connections.discard(connection)
         self._unopened.pop(connection, None)
+        self.kept.note(connection)
         if session is not None:
             session.connections.discard(connection)
 
 
-class _Connection(Stream):
-    """One peer: receives frames and answers each in order."""
+class _Connection(asyncio.BufferedProtocol):
+    """One peer: receives frames and answers each in order.
 
-    def __init__(self, server: CallsServer, connection: socket.socket) -> None:
-        super().__init__(connection, server.inbox, _REPLIES_WAITING_BYTES_MAX)
+    Attributes:
+        full: True while the peer takes no more replies; nothing more is answered meanwhile.
+    """
+
+    def __init__(self, server: CallsServer) -> None:
+        self.full = False
         self._server = server
         self._engine = server.engine
         self._dispatcher = server.dispatcher
@@ -338,21 +198,73 @@ class _Connection(Stream):
         self._session: Session | None = None
         self._goes_on = False
         self._task: asyncio.Task[None] | None = None
-        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
-            server.timeout_s, self._late
-        )
+        self._loop = asyncio.get_running_loop()
+        self._deadline: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        most = _REPLIES_WAITING_BYTES_MAX
+        transport.set_write_buffer_limits(high=most, low=most // 4)
+        self._deadline = self._loop.call_later(self._server.timeout_s, self._late)
+        self._server.made(self)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        for timer in (self._deadline, self._patience):
+            if timer is not None:
+                timer.cancel()
+        self._buffer.clear()
+        self._server.lost(self, self._session)
+
+    def get_buffer(self, _: int) -> memoryview:
+        return self._server.inbox
+
+    def buffer_updated(self, count: int) -> None:
+        data = self._server.inbox[:count]
+        if not self._answered_alone(data):
+            self._buffer += data
+            self.keep()
+            self._work()
+
+    def pause_writing(self) -> None:
+        self.full = True
+        self._read_on(False)
+        self._flush_in_time()
+
+    def resume_writing(self) -> None:
+        self.full = False
+        if self._patience is not None:
+            self._patience.cancel()
+        self._work()
 
     @property
     def session_number(self) -> int:
         """Number of its session; 0 before it is opened."""
         return 0 if self._session is None else self._session.number
 
-    def received(self, data: memoryview) -> None:
-        if not self._answered_alone(data):
-            self._buffer += data
-            self.kept()
-            self._work()
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more is read and nothing more can be written."""
+        return self._transport.is_closing()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of unfinished frames and unread replies."""
+        return len(self._buffer) + self._transport.get_write_buffer_size()
+
+    def keep(self) -> None:
+        """Note that the number of kept bytes has changed."""
+        self._server.kept.note(self)
+
+    def _read_on(self, reading: bool) -> None:
+        """Set whether to read from the peer, or to leave its bytes in the socket."""
+        if self.closing:
+            return
+        if reading:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
 
     def _answered_alone(self, data: memoryview) -> bool:
         """Fast path: answer one complete, valid call when nothing else waits, as is nearly always
@@ -372,30 +284,10 @@ class _Connection(Stream):
         self._answer(call[0], number, bytes(data[header.size :]))
         return True
 
-    def filled(self) -> None:
-        """Stop reading from a peer that does not read its replies."""
-        self.read_on(False)
-        self._flush_in_time()
-
-    def emptied(self) -> None:
-        """Resume once the peer has read its replies."""
-        if self._patience is not None:
-            self._patience.cancel()
-        self._work()
-
-    def kept(self) -> None:
-        self._server.kept.note(self, len(self._buffer) + len(self._waiting))
-
-    def ended(self) -> None:
-        for timer in (self._deadline, self._patience):
-            if timer is not None:
-                timer.cancel()
-        self._server.lost(self, self._session)
-
     def abort(self) -> None:
-        super().abort()
+        """End now."""
+        self._transport.abort()
         self._buffer.clear()
-        self._server.kept.note(self, 0)
 
     def close_for(self, why: Closed) -> None:
         """End now, for a reason that is counted."""
@@ -429,14 +321,14 @@ class _Connection(Stream):
                 break
             if not self._answer_next():
                 if self._task is None and not self.full:
-                    self.read_on(True)
+                    self._read_on(True)
                 self._wait_for_rest()
                 break
-        self.kept()
+        self.keep()
 
     def _go_on_later(self) -> None:
         """Read and answer nothing more in this cycle of the loop."""
-        self.read_on(False)
+        self._read_on(False)
         if not self._goes_on:
             self._goes_on = True
             self._loop.call_soon(self._go_on)
@@ -507,7 +399,6 @@ class _Connection(Stream):
             raise KVHearthError(Reason.PROTOCOL_VERSION, f"no call has the number {kind}")
 
     def _open(self, token: bytes) -> None:
-        self._server.kept.note(self, 0)  # what it keeps is its session's from now on
         try:
             self._token = token.decode("ascii", "replace")
             session = self._server.open(self, self._token)
@@ -539,7 +430,7 @@ class _Connection(Stream):
             self._refuse(name, number, began, error)
             return
         if isinstance(reply, CoroutineType):
-            self.read_on(False)
+            self._read_on(False)
             self._task = self._loop.create_task(self._finish(name, number, began, reply))
             return
         self._done(name, number, began, reply)
@@ -581,9 +472,13 @@ class _Connection(Stream):
             return
         self._engine.counters.add("calls_closed", 1, why)
         self._buffer.clear()
-        self.close()
-        self.kept()
+        self._transport.close()
+        self.keep()
         self._flush_in_time()
 
     def _reply(self, kind: int, number: int, body: bytes) -> None:
-        self.write(frames.HEADER.pack(len(body), kind, number) + body)
+        if self.closing:
+            return
+        self._transport.write(frames.HEADER.pack(len(body), kind, number) + body)
+        if self._transport.get_write_buffer_size():
+            self.keep()

@@ -237,7 +237,7 @@ SERVICE: tuple[Metric, ...] = (
         "task_failures",
         "task",
         usual={
-            *("admin_door", "attach", "attach_connection", "catalogue", "drains"),
+            *("admin_door", "attach", "attach_connection", "calls", "catalogue", "drains"),
             *("files", "garbage", "gateway", "http_accept", "http_path", "http_tick"),
             *("lag", "miss_ratios", "pins"),
             *("populate", "recovery", "reload", "sum", "tiering", "trim"),
