@@ -45,7 +45,7 @@ def listening(path: Path, backlog: int, *, owner_only: bool = False) -> socket.s
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         listener.setblocking(False)
-        with open_to_owner() if owner_only else open_to_all():
+        with socket_mask(owner_only=owner_only):
             listener.bind(str(path))
         listener.listen(backlog)
     except OSError:
@@ -73,25 +73,13 @@ def _in_pod_volume(facts: os.stat_result) -> bool:
 
 
 @contextlib.contextmanager
-def open_to_all() -> Iterator[None]:
-    """Let every user connect to a socket that is bound here; a later chmod would follow links.
+def socket_mask(*, owner_only: bool) -> Iterator[None]:
+    """Let every user connect to a socket that is bound here, or the daemon's and root only; a later
+    chmod would follow links.
 
     The mask is the process's: files made meanwhile need a mode of their own, as all have.
     """
-    with _mask(0o111):
-        yield
-
-
-@contextlib.contextmanager
-def open_to_owner() -> Iterator[None]:
-    """Let only the daemon's user, and root, connect to a socket that is bound here."""
-    with _mask(0o177):
-        yield
-
-
-@contextlib.contextmanager
-def _mask(bits: int) -> Iterator[None]:
-    before = os.umask(bits)
+    before = os.umask(0o177 if owner_only else 0o111)
     try:
         yield
     finally:

@@ -14,8 +14,7 @@ import yaml
 
 from kvhearth.errors import STATUS
 from kvhearth_server.cli.app import LAB_VERBS, build
-from kvhearth_server.cli.config import setting_line
-from kvhearth_server.cli.serve import metavar
+from kvhearth_server.cli.config import metavar, setting_line
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.model import RELOADABLE
 from kvhearth_server.observability.counters import Counters

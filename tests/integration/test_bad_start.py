@@ -1,4 +1,7 @@
-"""Starts that must fail: an exit status, and one line with the problem and its fix."""
+"""Starts that must fail: an exit status, and one line with the problem and its fix.
+
+test_preflight.py has those that the doctor foretells.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from support.raw_door import PAGE_BYTES, end_well, goes_on
 from kvhearth.memory_limits import memory_groups
 from kvhearth_lab.harness.daemon import Starter, tied
 from kvhearth_lab.harness.engine import contract_of, engine_of
-from kvhearth_server.memory.mapping import FilesystemKind, KernelMemory, filesystem_kind
 
 CONFIG, MEMORY, OTHER = 2, 3, 1
 EXIT_S = 30.0
@@ -91,19 +93,6 @@ def test_more_memory_than_a_control_group_of_version_1() -> None:
             assert f"by {folder}/memory.limit_in_bytes" in words
 
 
-def test_hugepages_that_are_not_there() -> None:
-    pages = KernelMemory().pool(2 << 20).total + 1024
-    with failing(MEMORY, hugepages="require", memory=f"{2 * pages}MiB") as words:
-        assert f"of {pages} pages of 2MiB are free" in words
-        assert "run: " in words
-
-
-def test_hugepages_on_a_tmpfs() -> None:
-    with failing(MEMORY, arena=True, hugepages="require") as words:
-        assert "huge pages are required" in words
-        assert "/dev/hugepages" in words
-
-
 # -- settings ------------------------------------------------------------------------------------
 
 BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
@@ -131,67 +120,6 @@ def test_bad_setting(name: str) -> None:
     settings, reported = BAD_SETTINGS[name]
     with failing(CONFIG, **settings) as words:
         assert reported in words
-
-
-# -- places --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def daemon_in(folder: Path, **settings: object) -> Iterator[Daemon]:
-    """A daemon, not yet started, with this directory for its arena."""
-    with stopped_daemon(arena=False, **settings) as daemon:
-        daemon.arena_dir = folder
-        yield daemon
-
-
-def test_an_arena_directory_that_is_not_there(tmp_path: Path) -> None:
-    with daemon_in(tmp_path / "nowhere" / "arena") as daemon:
-        words = last_words(daemon, MEMORY)
-    assert "arena_dir" in words
-    assert "create it" in words
-
-
-def test_an_arena_directory_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with daemon_in(tmp_path / "file") as daemon:
-        assert "arena_dir" in last_words(daemon, MEMORY)
-
-
-def test_an_arena_directory_on_a_disk(tmp_path: Path) -> None:
-    if filesystem_kind(tmp_path).kind is not FilesystemKind.OTHER:
-        pytest.skip("the temporary directory is memory")
-    with daemon_in(tmp_path) as daemon:
-        words = last_words(daemon, MEMORY)
-    assert "neither on hugetlbfs nor on tmpfs" in words
-    assert str(tmp_path) in words
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_an_arena_directory_of_somebody_else() -> None:
-    with daemon_in(Path("/proc")) as daemon:
-        assert "may write to" in last_words(daemon, MEMORY)
-
-
-def test_a_socket_directory_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file" / "s", Path("/proc/kvhearth")):
-        with stopped_daemon(arena=False) as daemon:
-            daemon.socket_dir = folder
-            words = last_words(daemon, OTHER)
-        assert str(folder) in words
-        assert "--socket-dir" in words
-
-
-def test_a_socket_path_that_is_a_directory(tmp_path: Path) -> None:
-    with stopped_daemon(arena=False) as daemon:
-        (daemon.socket_dir / "attach.sock").mkdir(parents=True)
-        assert "--socket-dir" in last_words(daemon, OTHER)
-
-
-def test_a_socket_path_that_is_too_long(tmp_path: Path) -> None:
-    with stopped_daemon(arena=False) as daemon:
-        daemon.socket_dir = tmp_path / ("x" * 120)
-        assert "shorter directory" in last_words(daemon, CONFIG)
 
 
 # -- other daemons -------------------------------------------------------------------------------

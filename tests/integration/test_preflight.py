@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -137,6 +138,11 @@ def sockets_at(path: Path) -> Prepare:
     return prepare
 
 
+def sockets_below_a_file(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+    (folder / "file").touch()
+    daemon.socket_dir = folder / "file" / "s"
+
+
 def socket_is_a_directory(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
     (daemon.socket_dir / "attach.sock").mkdir(parents=True)
 
@@ -204,13 +210,21 @@ def given_to_nobody(path: Path) -> None:
     os.chown(path, 65534, 65534)
 
 
-CASES: dict[str, tuple[Prepare, int]] = {
+# What is wrong, the exit status, and texts of the last line.
+CASES: dict[str, tuple[Any, ...]] = {
     "nothing is wrong": (as_it_is, 0),
     "an arena on tmpfs": (earlier_arena(), 0),
     "an arena directory that is not there": (arena_at("no", lambda path: None), 3),
-    "an arena directory that is a file": (arena_at("file", Path.touch), 3),
+    "an arena directory without a parent": (
+        *(arena_at("no/arena", lambda path: None), 3),
+        *("arena_dir", "create it"),
+    ),
+    "an arena directory that is a file": (arena_at("file", Path.touch), 3, "arena_dir"),
     "an arena directory of too long a name": (arena_at("x" * 300, lambda path: None), 3),
-    "a hugetlbfs that is not mounted": (arena_at("huge", Path.mkdir), 3),
+    "a hugetlbfs that is not mounted": (
+        *(arena_at("huge", Path.mkdir), 3),
+        *("neither on hugetlbfs nor on tmpfs", "/huge"),
+    ),
     "a read-only arena directory": (arena_mounted("tmpfs", "ro,size=64m"), 3),
     "an arena directory to be made on a read-only tmpfs": (
         arena_mounted("tmpfs", "ro,size=64m", "arena"),
@@ -220,8 +234,14 @@ CASES: dict[str, tuple[Prepare, int]] = {
     "a tmpfs with room for all": (arena_mounted("tmpfs", "size=64m"), 0),
     "hugetlbfs without a page": (arena_mounted("hugetlbfs", "pagesize=2M", hugepages="prefer"), 3),
     "hugetlbfs with huge pages off": (arena_mounted("hugetlbfs", "pagesize=2M"), 3),
-    "required huge pages that are not there": (setting(hugepages="require"), 3),
-    "required huge pages on tmpfs": (earlier_arena(hugepages="require"), 3),
+    "required huge pages that are not there": (
+        *(setting(hugepages="require"), 3),
+        *("pages of 2MiB are free", "run: "),
+    ),
+    "required huge pages on tmpfs": (
+        *(earlier_arena(hugepages="require"), 3),
+        *("huge pages are required", "/dev/hugepages"),
+    ),
     "more memory than there is": (setting(memory="64TiB", slab_bytes="64MiB"), 3),
     "an arena of less memory": (earlier_arena(memory="32MiB"), 0),
     "an arena of another geometry": (earlier_arena(slab_bytes="4MiB"), 3),
@@ -246,9 +266,16 @@ CASES: dict[str, tuple[Prepare, int]] = {
     "an SSD directory to be made on a read-only drive": (ssd_mounted("ro,size=128m", "kv"), 3),
     "an HTTP port that is in use": (http_in_use, 1),
     "sockets that are in use": (sockets_in_use, 1),
-    "sockets where nothing can be made": (sockets_at(Path("/proc/kvhearth")), 1),
-    "a socket's name that is a directory": (socket_is_a_directory, 1),
-    "sockets with a path that is too long": (sockets_at(Path("/tmp") / ("x" * 120)), 2),
+    "sockets where nothing can be made": (
+        *(sockets_at(Path("/proc/kvhearth")), 1),
+        *("/proc/kvhearth", "--socket-dir"),
+    ),
+    "sockets below a file": (sockets_below_a_file, 1, "/file/s", "--socket-dir"),
+    "a socket's name that is a directory": (socket_is_a_directory, 1, "--socket-dir"),
+    "sockets with a path that is too long": (
+        *(sockets_at(Path("/tmp") / ("x" * 120)), 2),
+        "shorter directory",
+    ),
 }
 
 
@@ -256,7 +283,7 @@ CASES: dict[str, tuple[Prepare, int]] = {
 def test_doctor_says_what_serve_does(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare, expected = CASES[name]
+    prepare, expected, *words = CASES[name]
     if "required huge" in name and KernelMemory().pool(HUGE).free:
         pytest.skip("this machine has huge pages")
     if "not mounted" in name and filesystem_kind(tmp_path).kind is not FilesystemKind.OTHER:
@@ -266,7 +293,12 @@ def test_doctor_says_what_serve_does(
         code, verdict = advised(daemon, capsys)
         assert (code, happened(daemon)) == (expected, expected), daemon.log_tail()
         if code:
-            reported = daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
+            lines = daemon.log_text().splitlines()
+            assert [one for one in lines if one.startswith(("kvhearth:", "Traceback"))] == lines[
+                -1:
+            ]
+            reported = lines[-1].removeprefix("kvhearth: error: ")
+            assert [each for each in words if each not in reported] == []
             # Except for the memory that is available at the moment.
             assert re.sub(r"\d+", "N", reported) in re.sub(r"\d+", "N", verdict), "the same words"
             assert ("Read-only file system" in verdict) is ("read-only" in name)

@@ -8,13 +8,12 @@ import os
 import resource
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.entry_point import kvhearth
 
 from kvhearth import url
 from kvhearth.wire import handshake as wire
@@ -78,22 +77,16 @@ def health_frame(**fields: object) -> bytes:
     return wire.encode_frame({"kind": "health", "serving": True, "degraded": [], **fields})
 
 
-def in_a_process(*words: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs the entry point in its own process, after the statements of ``before``; it finally
-    prints the names of all loaded modules to stderr, one a line.
-    """
-    reported = "lambda: sys.stderr.write(chr(10).join(['', *sys.modules]))"
-    code = f"import atexit, sys\natexit.register({reported})\n{before}\n"
-    code += "from kvhearth_server.cli import app\napp.main()"
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, "-c", code, "health", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environ,
-        check=False,
-    )
+MODULES = "import atexit; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr))"
+"""Statements before a command that finally prints the names of all loaded modules."""
+NOBODY = """
+import os, grp, pwd, json, typer.rich_utils
+from kvhearth_server.cli import app, liveness
+app.build()  # the interpreter may be readable by root only
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+"""
+"""Statements before a command of a user that owns nothing."""
 
 
 def test_it_knows_the_names_that_the_rest_has() -> None:
@@ -108,7 +101,7 @@ def test_it_knows_the_names_that_the_rest_has() -> None:
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
 def test_nothing_heavy_is_imported(tmp_path: Path, form: list[str], served: bool) -> None:
     with answering(tmp_path, health_frame()) if served else contextlib.nullcontext():
-        done = in_a_process("--socket-dir", str(tmp_path), *form)
+        done = kvhearth("health", "--socket-dir", str(tmp_path), *form, prelude=MODULES)
     assert done.returncode == (0 if served else 1)
     modules = done.stderr.splitlines()
     assert "kvhearth_server.cli.liveness" in modules
@@ -118,7 +111,7 @@ def test_nothing_heavy_is_imported(tmp_path: Path, form: list[str], served: bool
 def test_what_it_costs(tmp_path: Path) -> None:
     with answering(tmp_path, health_frame()):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = in_a_process("--socket-dir", str(tmp_path))
+        done = kvhearth("health", "--socket-dir", str(tmp_path))
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -194,9 +187,8 @@ def test_the_directory_is_found(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_plain_settings_file_needs_no_parser(tmp_path: Path) -> None:
     path = tmp_path / "kvhearth.yaml"
     path.write_text(f"socket_dir: {tmp_path}\n")
-    before = f"import os; os.environ['KVHEARTH_CONFIG'] = {str(path)!r}"
     with answering(tmp_path, health_frame()):
-        done = in_a_process(before=before)
+        done = kvhearth("health", prelude=MODULES, KVHEARTH_CONFIG=str(path))
     assert (done.returncode, done.stdout) == (0, "serving\n")
     assert "yaml" not in done.stderr.splitlines()
 
@@ -213,7 +205,7 @@ def test_a_user_who_may_not_read_the_directory(tmp_path: Path) -> None:
     folder.mkdir(0o700 if os.geteuid() == 0 else 0)
     try:
         for verb, name in (("health", "attach.sock"), ("stat", "admin.sock")):
-            done = _as_nobody(verb, "--socket-dir", str(folder / "s"))
+            done = kvhearth(verb, "--socket-dir", str(folder / "s"), prelude=NOBODY)
             owner = folder.stat()
             mode = f"{stat.S_IMODE(owner.st_mode):04o}"
             assert (done.returncode, done.stdout) == (1, "")
@@ -233,32 +225,9 @@ def test_a_user_who_may_not_use_the_socket(tmp_path: Path) -> None:
         door.bind(str(path))
         path.chmod(0o010 if os.geteuid() == 0 else 0)
         try:
-            done = _as_nobody("stat", "--socket-dir", str(folder))
+            done = kvhearth("stat", "--socket-dir", str(folder), prelude=NOBODY)
         finally:
             path.unlink()
             folder.rmdir()
     assert done.returncode == 1
     assert f"may not use {path}: {path} belongs to " in done.stderr
-
-
-def _as_nobody(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command as a user that owns nothing; every module is imported beforehand, since the
-    interpreter may be readable by root only.
-    """
-    code = (
-        "import os, sys, grp, pwd, json, typer.rich_utils\n"
-        "from kvhearth_server.cli import app, liveness\n"
-        "app.build()\n"
-        "if os.geteuid() == 0:\n"
-        "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "app.main()"
-    )
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environ,
-        check=False,
-    )

@@ -87,6 +87,8 @@ def test_the_files_are_ones_that_daemon_and_systemd_take(
     assert str(settings.arena_dir) == told["settings"]["arena_dir"]
     text = Path(told["unit"]).read_text()
     assert f"Environment=KVHEARTH_CONFIG={tmp_path}/new/{FILE}\n" in text
+    assert "User=" in text or mode == "--user", "whose the daemon is"
+    assert f"WantedBy={'default' if mode == '--user' else 'multi-user'}.target\n" in text
     if tool := shutil.which("systemd-analyze"):
         done = subprocess.run(
             [tool, "verify", "--man=no", told["unit"]], capture_output=True, text=True, check=False
@@ -101,6 +103,8 @@ def test_files_that_exist_stay_unless_forced(
     words = ["init", "--user", "--dir", str(tmp_path)]
     assert app.run(words) == app.EXIT_CONFIG
     assert "--force" in capsys.readouterr().err
+    assert app.run([*words, "--memory", "much"]) == app.EXIT_CONFIG
+    assert "--memory: 'much': not a size" in capsys.readouterr().err
     assert (tmp_path / UNIT).read_text() == "mine"
     assert not (tmp_path / FILE).exists()
     assert app.run([*words, "--force"]) == 0

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.entry_point import kvhearth
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli import app
 from kvhearth_server.config.load import Settings, flag_of
-
-
-def kvhearth(*args: str, prelude: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs the entry point in its own process, after the statements of ``prelude``."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVHEARTH_")}
-    kept |= {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "120", "NO_COLOR": "1"}
-    code = f"import sys\n{prelude}\nfrom kvhearth_server.cli import app\napp.main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *args],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=kept | environ,
-        check=False,
-    )
 
 
 def with_daemon(body: str) -> str:

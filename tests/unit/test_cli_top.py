@@ -12,7 +12,6 @@ from support.reports import report, ssd, stats
 from kvhearth_server.cli.top import View, _drawn, verdict
 from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, SsdDirectory, Stats
 from kvhearth_server.engine.watch import Event
-from kvhearth_server.transport import reports
 
 
 def full_stats(engines: int) -> Stats:
@@ -51,8 +50,8 @@ def full_stats(engines: int) -> Stats:
 
 def drawn(found: Stats) -> list[str]:
     out = io.StringIO()
-    view = View(0.0, found, reports.Sessions("b", []), reports.Leases("b", []))
-    Console(file=out, width=80, height=24, highlight=False).print(_drawn(view, None, 24))
+    console = Console(file=out, width=80, height=24, highlight=False)
+    console.print(_drawn(View(0.0, found), None, 24))
     return out.getvalue().splitlines()
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES, EpochStore
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
-from kvhearth_server.ownership import foreign, open_to_all, read_own, read_secret
+from kvhearth_server.ownership import foreign, read_own, read_secret, socket_mask
 from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 from kvhearth_server.tiers.ssd.files import Files
 
@@ -93,16 +93,17 @@ def test_reading_follows_no_link_and_has_a_bound(tmp_path: Path) -> None:
         read_own(tmp_path / "folder")
 
 
-def test_a_socket_is_open_to_all_without_a_chmod(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("owner_only", "mode"), [(False, 0o666), (True, 0o600)])
+def test_a_socket_is_open_without_a_chmod(tmp_path: Path, owner_only: bool, mode: int) -> None:
     before = os.umask(0o077)
     try:
-        with open_to_all():
+        with socket_mask(owner_only=owner_only):
             os.mknod(tmp_path / "socket", stat.S_IFSOCK | 0o777)
         (tmp_path / "file").touch()
     finally:
         os.umask(before)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("socket", "file")]
-    assert modes == [0o666, 0o600]
+    assert modes == [mode, 0o600]
 
 
 def test_the_namespaces_do_not_follow_a_planted_link(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,17 +14,15 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import ADMIN_SOCKET, default_socket_dir, find_socket_dir
 from kvhearth.wire.frames import rebuild_error
 from kvhearth_server.cli import liveness
-from kvhearth_server.cli.output import written_directory
+from kvhearth_server.cli.output import parsed, short
 from kvhearth_server.config.load import load_settings
+from kvhearth_server.config.value_types import directory as absolute
 from kvhearth_server.engine.snapshot import Stats
 from kvhearth_server.transport import reports
 
 DEADLINE_S = 20.0
-DIGEST_DIGITS = 64
-
-_SHOWN = 12
 _NAMED = 8
-"""Digits of a namespace, and number of namespaces, that a message shows."""
+"""Number of namespaces that a message names."""
 
 Report = TypeVar("Report")
 
@@ -37,7 +34,7 @@ def directory(given: Path | None) -> Path:
         KVHearthError: ``config_invalid``.
     """
     if given is not None:
-        return written_directory(given, "--socket-dir")
+        return parsed("--socket-dir", absolute, given)
     found = load_settings({}).socket_dir
     return find_socket_dir() if found == default_socket_dir() else found
 
@@ -50,7 +47,7 @@ def daemon_at(given: Path | None) -> AdminClient:
 class _Connection(http.client.HTTPConnection):
     """HTTP to a unix socket."""
 
-    def __init__(self, path: Path, timeout_s: float) -> None:
+    def __init__(self, path: str, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = path
 
@@ -58,7 +55,7 @@ class _Connection(http.client.HTTPConnection):
         """Connect to the socket."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
+        self.sock.connect(self._path)
 
 
 class AdminClient:
@@ -130,17 +127,13 @@ class AdminClient:
         Raises:
             KVHearthError: ``unknown_namespace`` unless there is exactly one.
         """
-        found = [
-            space
-            for space in self.namespaces().namespaces
-            if name and space.namespace.startswith(name.lower())
-        ]
+        every = self.namespaces().namespaces
+        found = [each for each in every if name and each.namespace.startswith(name.lower())]
         if len(found) == 1:
             return found[0]
         message = f"no namespace starts with {name!r}; kvhearth ls lists all of them"
         if found:
-            digits = next(n for n in range(1, DIGEST_DIGITS + 1) if _differ(found, n))
-            names = ", ".join(space.namespace[: max(_SHOWN, digits)] for space in found[:_NAMED])
+            names = ", ".join(short(each.namespace) for each in found[:_NAMED])
             more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
             message = (
                 f"{len(found)} namespaces start with {name!r}: {names}{more}; give more digits"
@@ -149,8 +142,8 @@ class AdminClient:
 
     def _ask(self, kind: type[Report], path: str, body: Any = None) -> Report:
         """Get a report, or post ``body`` for it."""
-        self._require_socket()
-        connection = _Connection(self._path, self._deadline_s)
+        place = str(self._path)
+        connection = _Connection(place, self._deadline_s)
         try:
             if body is None:
                 connection.request("GET", path)
@@ -160,29 +153,18 @@ class AdminClient:
             answer = connection.getresponse()
             data = answer.read()
         except TimeoutError:
-            message = f"the daemon at {self._path} does not answer within {self._deadline_s:g} s"
+            message = f"the daemon at {place} does not answer within {self._deadline_s:g} s"
             raise KVHearthError(Reason.DEADLINE, message) from None
+        except PermissionError:
+            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(place)) from None
         except (OSError, http.client.HTTPException):
-            raise self._away() from None
+            raise KVHearthError(Reason.DAEMON_AWAY, liveness.away(place)) from None
         finally:
             connection.close()
         if answer.status >= http.client.BAD_REQUEST:
             raise _refusal(data)
         found: Report = TypeAdapter(kind).validate_json(data)
         return found
-
-    def _require_socket(self) -> None:
-        try:
-            self._path.stat()
-        except PermissionError:
-            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(self._path))) from None
-        except OSError:
-            raise self._away() from None
-        if not os.access(self._path, os.W_OK, effective_ids=True):
-            raise KVHearthError(Reason.NOT_ADMIN, liveness.denied(str(self._path)))
-
-    def _away(self) -> KVHearthError:
-        return KVHearthError(Reason.DAEMON_AWAY, liveness.away(str(self._path)))
 
 
 def _refusal(data: bytes) -> KVHearthError:
@@ -192,8 +174,3 @@ def _refusal(data: bytes) -> KVHearthError:
         return rebuild_error(found["reason"], found["detail"], found["details"])
     except (ValueError, KeyError, TypeError):
         return KVHearthError(Reason.INTERNAL, "the daemon answers with no reason; see its log")
-
-
-def _differ(found: list[reports.Namespace], digits: int) -> bool:
-    """Return whether this many digits tell all namespaces apart."""
-    return len({space.namespace[:digits] for space in found}) == len(found)

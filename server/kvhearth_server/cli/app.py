@@ -14,7 +14,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import NoReturn
 
     import typer
@@ -45,31 +45,64 @@ Exit codes:
 3  no memory, no huge pages, or unusable arena or SSD directories
 
 Completion for bash, zsh and fish: kvhearth --install-completion"""
-TOKEN_EPILOG = "Example: kvhearth token ls --tokens-file /etc/kvhearth/tokens.yaml"
-CONFIG_EPILOG = "Example: kvhearth config sample > kvhearth.yaml"
 
 VERBS_GROUP = "kvhearth.verbs"
 """Entry points that add a verb to the command: functions of the ``typer.Typer``."""
 LAB_VERBS = ("bench", "hostile", "torture")
 """Verbs of the distribution ``kvhearth-lab``."""
 
-SERVER_EXTRA = frozenset(
-    {
-        "fastapi",
-        "grpc_health",
-        "grpc_reflection",
-        "prometheus_client",
-        "pydantic",
-        "pydantic_settings",
-        "rich",
-        "structlog",
-        "starlette",
-        "typer",
-        "uvicorn",
-        "yaml",
-    }
-)
-"""Import names that the server extra brings."""
+GROUPS = {
+    "config": ("Check and show, sample or reload settings.", "config sample > kvhearth.yaml"),
+    "token": (
+        "Make or list tokens of engines on other hosts.",
+        "token ls --tokens-file /etc/kvhearth/tokens.yaml",
+    ),
+    "remote": (
+        "Make a fleet's key; show or remove what a remote tier holds.",
+        "remote usage --remote 's3://bucket/kv?region=eu-central-1'",
+    ),
+}
+"""Groups of verbs: help and example."""
+
+
+def _verbs() -> Iterator[tuple[str, Callable[..., None], str]]:
+    """Yield the words of each verb, its function and an example."""
+    from kvhearth_server.cli import config, doctor, gateway, init, remote, serve, sizing, top, verbs
+
+    place = "--arena-dir /dev/hugepages/kvhearth"
+    tokens = "--tokens-file /etc/kvhearth/tokens.yaml"
+    tls = "--tls-cert cert.pem --tls-key key.pem --tokens-file tokens.yaml"
+    key = "9f86d081884c7d659a2feaa0c55ad015"
+    yield "init", init.init, "init; kvhearth init --system --memory 64GiB --dir /tmp/look"
+    more = f"--hugepages=require {place} --socket-dir /run/kvhearth"
+    yield "serve", serve.serve, f"serve --memory 64GiB {more}"
+    more = f"--socket-dir /run/kvhearth {tls}"
+    yield "gateway", gateway.gateway, f"gateway --listen 0.0.0.0:9461 {more}"
+    yield "config show", config.show, "config show kvhearth.yaml"
+    yield "config sample", config.sample, "config sample > kvhearth.yaml"
+    yield "config reload", verbs.reload, "config reload"
+    more = f"--bound held_bytes=64GiB {tokens}"
+    yield "token new", gateway.new, f"token new --name rack7 --tenant a {more}"
+    yield "token ls", gateway.ls, f"token ls {tokens}"
+    yield "size", sizing.sized, "size --model config.json --conversations 500"
+    yield "remote init-key", remote.init_key, "remote init-key /etc/kvhearth/fleet.key"
+    yield "remote usage", remote.usage, GROUPS["remote"][1]
+    more = "--remote file:///mnt/shared/kv"
+    yield "remote sweep", remote.sweep, f"remote sweep --older-than 7d {more}"
+    yield "remote purge", remote.purge, f"remote purge --yes {more}"
+    yield "doctor", doctor.doctor, f"doctor --memory 64GiB {place}"
+    yield "health", verbs.health, "health --wait 30 || echo 'not serving'"
+    yield "stat", verbs.stat, "stat --json | jq .counters.hit_keys"
+    yield "top", top.top, "top; kvhearth top --once --json"
+    yield "events", top.events, "events; kvhearth events --json | jq -r .reason"
+    yield "mrc", verbs.mrc, "mrc; kvhearth mrc --json | jq '.curves[0].memory'"
+    yield "ls", verbs.ls, "ls 3f9c --json | jq .contract"
+    yield "sessions", verbs.sessions, "sessions --json | jq '.sessions[].pid'"
+    yield "leases", verbs.leases, "leases --json | jq '.groups[] | select(.oldest_s > 60)'"
+    yield "explain", verbs.explain, f"explain contract.json; kvhearth explain {key}"
+    yield "evict", verbs.evict, "evict 3f9c --keep 10GiB; kvhearth evict 3f9c --keep 0 --tier ssd"
+    yield "forget", verbs.forget, "forget 3f9c; kvhearth forget 3f9c --yes --json | jq .epoch"
+    yield "drain", verbs.drain, "drain --wait 60 && systemctl restart kvhearth"
 
 
 def build() -> typer.Typer:
@@ -80,21 +113,8 @@ def build() -> typer.Typer:
     """
     import typer
 
-    from kvhearth_server.cli import (
-        admin,
-        config,
-        doctor,
-        gateway,
-        init,
-        mrc,
-        panels,
-        serve,
-        show,
-        sizing,
-        stats,
-        tokens,
-        top,
-    )
+    from kvhearth_server.cli.config import PanelCommand
+    from kvhearth_server.cli.verbs import option
 
     app = typer.Typer(
         name="kvhearth",
@@ -104,61 +124,18 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(show.option)
-    app.command("init", epilog=init.EPILOG)(init.init)
-    app.command("serve", cls=panels.PanelCommand, epilog=serve.EPILOG)(serve.serve)
-    app.command("gateway", epilog=gateway.EPILOG)(gateway.gateway)
-    settings = typer.Typer(
-        help="Check and show, sample or reload settings.",
-        epilog=CONFIG_EPILOG,
-        no_args_is_help=True,
-    )
-    settings.command("show", epilog=config.SHOW_EPILOG)(config.show)
-    settings.command("sample", epilog=config.SAMPLE_EPILOG)(config.sample)
-    settings.command("reload", epilog=config.RELOAD_EPILOG)(config.reload)
-    app.add_typer(settings, name="config")
-    identities = typer.Typer(
-        help="Make or list tokens of engines on other hosts.",
-        epilog=TOKEN_EPILOG,
-        no_args_is_help=True,
-    )
-    identities.command("new", epilog=tokens.NEW_EPILOG)(tokens.new)
-    identities.command("ls", epilog=tokens.LS_EPILOG)(tokens.ls)
-    app.add_typer(identities, name="token")
-    app.command("size", epilog=sizing.EPILOG)(sizing.sized)
-    _add_remotes(app)
-    app.command("doctor", cls=panels.PanelCommand, epilog=doctor.EPILOG)(doctor.doctor)
-    app.command("health", epilog=stats.HEALTH_EPILOG)(stats.health)
-    app.command("stat", epilog=stats.STAT_EPILOG)(stats.stat)
-    app.command("top", epilog=top.TOP_EPILOG)(top.top)
-    app.command("events", epilog=top.EVENTS_EPILOG)(top.events)
-    app.command("mrc", epilog=mrc.EPILOG)(mrc.mrc)
-    app.command("ls", epilog=show.LS_EPILOG)(show.ls)
-    app.command("sessions", epilog=show.SESSIONS_EPILOG)(show.sessions)
-    app.command("leases", epilog=show.LEASES_EPILOG)(show.leases)
-    app.command("explain", epilog=show.EXPLAIN_EPILOG)(show.explain)
-    app.command("evict", epilog=admin.EVICT_EPILOG)(admin.evict)
-    app.command("forget", epilog=admin.FORGET_EPILOG)(admin.forget)
-    app.command("drain", epilog=admin.DRAIN_EPILOG)(admin.drain)
+    app.callback()(option)
+    groups = {"": app}
+    for name, (told, example) in GROUPS.items():
+        epilog = f"Example: kvhearth {example}"
+        groups[name] = typer.Typer(help=told, epilog=epilog, no_args_is_help=True)
+        app.add_typer(groups[name], name=name)
+    for words, function, example in _verbs():
+        group, _, name = words.rpartition(" ")
+        cls = PanelCommand if words in ("serve", "gateway", "doctor") else None
+        groups[group].command(name, cls=cls, epilog=f"Example: kvhearth {example}")(function)
     _add_verbs(app)
     return app
-
-
-def _add_remotes(app: typer.Typer) -> None:
-    import typer
-
-    from kvhearth_server.cli import remote
-
-    remotes = typer.Typer(
-        help="Make a fleet's key; show or remove what a remote tier holds.",
-        epilog=remote.USAGE_EPILOG,
-        no_args_is_help=True,
-    )
-    remotes.command("init-key", epilog=remote.INIT_KEY_EPILOG)(remote.init_key)
-    remotes.command("usage", epilog=remote.USAGE_EPILOG)(remote.usage)
-    remotes.command("sweep", epilog=remote.SWEEP_EPILOG)(remote.sweep)
-    remotes.command("purge", epilog=remote.PURGE_EPILOG)(remote.purge)
-    app.add_typer(remotes, name="remote")
 
 
 def _add_verbs(app: typer.Typer) -> None:
@@ -212,7 +189,8 @@ def run(args: Sequence[str] | None = None, opener: OpenTiers | None = None) -> i
         print(f"kvhearth: error: {error.message}", file=sys.stderr)  # noqa: T201 - no log yet
         return exit_code(error)
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in SERVER_EXTRA:
+        missing = (error.name or "kvhearth").partition(".")[0]
+        if missing.startswith("kvhearth") or missing in sys.stdlib_module_names:
             raise
         message = "kvhearth needs the server extra: pip install 'kvhearth[server]'"
         print(message, file=sys.stderr)  # noqa: T201 - there is nothing to log with

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
 import yaml
 
-from kvhearth.errors import KVHearthError, Reason
 from kvhearth.memory_limits import tightest
 from kvhearth.url import SYSTEM_SOCKET_DIR, default_socket_dir
 from kvhearth_server.cli.config import commented_settings
-from kvhearth_server.cli.machine import Machine
-from kvhearth_server.cli.output import AsJson, say_json, size, written_directory
+from kvhearth_server.cli.machine import GOOD_FILESYSTEMS, Machine
+from kvhearth_server.cli.output import AsJson, flag, parsed, say, size, wrong
 from kvhearth_server.config.load import SHARED_MEMORY, load_settings
 from kvhearth_server.config.model import HUGEPAGE_BYTES
-from kvhearth_server.config.value_types import format_size, parse_size
+from kvhearth_server.config.value_types import directory, format_size, parse_size
 
-EPILOG = "Examples: kvhearth init; kvhearth init --system --memory 64GiB --dir /tmp/look"
 UNIT = "kvhearth.service"
 FILE = "kvhearth.yaml"
 
@@ -30,33 +28,13 @@ _GIB = 1 << 30
 _MEMORY_LEAST = 1 << 28
 _SLAB = 64 << 20
 _SSD_LEAST = 4 * _GIB
-_GOOD_FILESYSTEMS = frozenset({"ext4", "xfs"})
 _SYSTEM_UNIT = Path(__file__).with_name(UNIT)
 """The unit of ``deploy/systemd``; a test compares the two."""
-_USER_UNIT = """\
-[Unit]
-Description=KVHearth: keeps the KV cache of LLM inference engines warm
-StartLimitIntervalSec=60
-StartLimitBurst=5
-
-[Service]
-Type=notify
-NotifyAccess=main
-Environment=KVHEARTH_CONFIG={config}
-ExecStart={program} serve
-Restart=on-failure
-RestartSec=1
-# 2 is a bad setting: starting again does not mend it.
-RestartPreventExitStatus=2
-TimeoutStartSec=10min
-TimeoutStopSec=30
-WatchdogSec=30
-UMask=0077
-NoNewPrivileges=true
-
-[Install]
-WantedBy=default.target
-"""
+_USER_LINES = (
+    *("[", "Description=", "StartLimit", "Type=", "NotifyAccess=", "Environment=", "ExecStart="),
+    *("Restart", "# 2 ", "TimeoutS", "WatchdogSec=", "UMask=", "NoNewPrivileges=", "WantedBy="),
+)
+"""Beginnings of its lines that are a user's unit; a user's systemd cannot do the rest."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +63,7 @@ def choices(machine: Machine, memory: int | None, *, system: bool) -> Iterator[C
     yield Choice("socket_dir", str(socket_dir), "Directory of the sockets.")
     memory, arena_dir, why = _memory(machine, memory, system=system)
     yield Choice("memory", format_size(memory), why)
-    outlives = "The cache outlives the daemon there."
-    yield Choice("arena_dir", str(arena_dir), outlives)
+    yield Choice("arena_dir", str(arena_dir), "The cache outlives the daemon there.")
     if found := _ssd(machine, system=system):
         why = "Four fifths of what is free there; the rest keeps writes fast."
         yield Choice("ssd_dirs", found, why)
@@ -95,48 +72,41 @@ def choices(machine: Machine, memory: int | None, *, system: bool) -> Iterator[C
 def _memory(machine: Machine, memory: int | None, *, system: bool) -> tuple[int, Path, str]:
     """Return the arena's bytes and directory, and the reason for its size."""
     pages = machine.memory.pool(HUGEPAGE_BYTES).free
-    mount = next((each.point for each in machine.mounts() if each.kind == "hugetlbfs"), None)
-    usable = mount is not None and (system or os.access(mount, os.W_OK))
-    if mount is not None and usable and (memory or _MEMORY_LEAST) <= pages * HUGEPAGE_BYTES:
-        pool = _within(pages * HUGEPAGE_BYTES)
+    pool_bytes = pages * HUGEPAGE_BYTES
+    mounts = [each.point for each in machine.mounts() if each.kind == "hugetlbfs"]
+    mount = next((each for each in mounts if system or os.access(each, os.W_OK)), None)
+    if mount is not None and (memory or _MEMORY_LEAST) <= pool_bytes:
+        place = mount / "kvhearth"
+        # The journal takes up to a 64th part beside the memory, the catalogue less than a slab.
+        chosen = max(_SLAB, (pool_bytes - _SLAB) * 64 // 65 // _SLAB * _SLAB)
         why = f"{pages} huge pages of 2 MiB are free; the journal and the catalogue take the rest."
-        return memory or pool, mount / "kvhearth", why if memory is None else "As asked for."
-    name = "kvhearth" if system else f"kvhearth-{os.geteuid()}"
-    place = SHARED_MEMORY / name
-    if memory is not None:
-        return memory, place, "As asked for."
-    least = tightest(machine.memory.limits())
-    available = least.free_bytes if least is not None else 2 * _MEMORY_LEAST
-    room = machine.space(SHARED_MEMORY, place)[0]
-    part = 2 if system else 4
-    chosen = max(_MEMORY_LEAST, min(available // part, room * 9 // 10) // _SLAB * _SLAB)
-    told = f"One {'half' if part == 2 else 'quarter'} of the {size(available)} that are available"
-    return chosen, place, f"{told}; no huge pages are reserved (kvhearth doctor)."
-
-
-def _within(pool_bytes: int) -> int:
-    """Return the memory in whole slabs that a pool of huge pages has room for, with the journal and
-    the catalogue beside it.
-    """
-    return max(_SLAB, (pool_bytes - _SLAB) * 64 // 65 // _SLAB * _SLAB)
+    else:
+        place = SHARED_MEMORY / ("kvhearth" if system else f"kvhearth-{os.geteuid()}")
+        least = tightest(machine.memory.limits())
+        available = least.free_bytes if least is not None else 2 * _MEMORY_LEAST
+        room = machine.space(SHARED_MEMORY, place)[0]
+        part, word = (2, "half") if system else (4, "quarter")
+        chosen = max(_MEMORY_LEAST, min(available // part, room * 9 // 10) // _SLAB * _SLAB)
+        told = f"One {word} of the {size(available)} that are available"
+        why = f"{told}; no huge pages are reserved (kvhearth doctor)."
+    return (chosen, place, why) if memory is None else (memory, place, "As asked for.")
 
 
 def _ssd(machine: Machine, *, system: bool) -> list[str]:
     """Return a directory and a size for each drive of its own that has a good file system."""
     found, seen = list[str](), set[int]()
     for mount in machine.mounts():
-        device = machine.device_of(mount.point)
-        good = mount.kind in _GOOD_FILESYSTEMS and mount.point.parts[1:2] not in ((), ("boot",))
-        drives = machine.devices.drives_under(device)
-        writable = os.access(mount.point, os.W_OK) or (system and "rw" in mount.options)
-        if not good or device in seen or not writable or not mount.point.is_dir():
+        point, device = mount.point, machine.device_of(mount.point)
+        good = mount.kind in GOOD_FILESYSTEMS and point.parts[1:2] not in ((), ("boot",))
+        writable = os.access(point, os.W_OK) or (system and "rw" in mount.options)
+        if not good or device in seen or not writable or not point.is_dir():
             continue
-        if not drives or not all(each.nvme for each in drives):
+        if not machine.place(point).on_nvme:
             continue
         seen.add(device)
-        free = machine.space(mount.point, mount.point / "kvhearth")[0] * 8 // 10
+        free = machine.space(point, point / "kvhearth")[0] * 8 // 10
         if free >= _SSD_LEAST:
-            found.append(f"{mount.point}/kvhearth={free // _GIB}GiB")
+            found.append(f"{point}/kvhearth={free // _GIB}GiB")
     return found
 
 
@@ -153,39 +123,28 @@ def settings_text(chosen: list[Choice]) -> str:
 
 def unit_text(config: Path, chosen: list[Choice], *, system: bool) -> str:
     """Return the systemd unit of a daemon with the settings file ``config``."""
-    program = _program()
-    if not system:
-        return _USER_UNIT.format(config=config, program=program)
     values = {each.name: each.value for each in chosen}
-    arena_dir = str(values["arena_dir"])
-    writable = [str(Path(arena_dir).parent)]
-    drives = [str(each).partition("=")[0] for each in _listed(values.get("ssd_dirs"))]
-    text = _SYSTEM_UNIT.read_text()
-    for old, new in (
-        (_line(text, "Environment="), f"Environment=KVHEARTH_CONFIG={config}"),
-        (_line(text, "ExecStart="), f"ExecStart={program} serve"),
-        ("/dev/hugepages/kvhearth\n", f"{arena_dir}\n"),
-        (
-            "ReadWritePaths=-/dev/hugepages",
-            "ReadWritePaths=" + " ".join(f"-{each}" for each in [*writable, *drives]),
-        ),
-    ):
-        text = text.replace(old, new)
-    made = f"-m 0700 -o kvhearth -g kvhearth {arena_dir}"
-    more = "".join(f" {each}" for each in drives)
-    return text.replace(f"install -d {made}", f"install -d {made}{more}")
+    arena_dir, ssd_dirs = Path(str(values["arena_dir"])), values.get("ssd_dirs")
+    drives = [each.partition("=")[0] for each in ssd_dirs] if isinstance(ssd_dirs, list) else []
+    made = " ".join([str(arena_dir), *drives])
+    given = {
+        "Environment": f"KVHEARTH_CONFIG={config}",
+        "ExecStartPre": f"+/usr/bin/install -d -m 0700 -o kvhearth -g kvhearth {made}",
+        "ExecStart": f"{_program()} serve",
+        "ReadWritePaths": " ".join(f"-{each}" for each in [arena_dir.parent, *drives]),
+    }
+    if not system:
+        given["WantedBy"] = "default.target"
+    lines = []
+    for line in _SYSTEM_UNIT.read_text().splitlines():
+        name = line.partition("=")[0]
+        if system or not line or line.startswith(_USER_LINES):
+            lines.append(f"{name}={given[name]}" if name in given else line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
 
 
 def _program() -> Path:
     return Path(sys.executable).with_name("kvhearth")
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _line(text: str, start: str) -> str:
-    return next(line for line in text.splitlines() if line.startswith(start))
 
 
 def places(folder: Path | None, *, system: bool) -> tuple[Path, Path]:
@@ -201,22 +160,18 @@ def places(folder: Path | None, *, system: bool) -> tuple[Path, Path]:
 def init(
     system: Annotated[
         bool | None,
-        typer.Option(
+        flag(
             "--system/--user",
-            help="The machine's daemon, or this user's own. Default: the machine's for root.",
-            show_default=False,
+            "The machine's daemon, or this user's own. Default: the machine's for root.",
         ),
     ] = None,
     memory: Annotated[
-        str, typer.Option("--memory", help="Memory for the cache. Default: by the machine.")
-    ] = "",
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", help="Write both files there, and not where systemd looks.", metavar="DIR"
-        ),
+        str | None, flag("--memory", "Memory for the cache. Default: by the machine.", "SIZE")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    folder: Annotated[
+        Path | None, flag("--dir", "Write both files there, and not where systemd looks.", "DIR")
+    ] = None,
+    force: Annotated[bool, flag("--force", "Replace files that exist.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a commented settings file and a systemd unit for this machine.
@@ -225,34 +180,28 @@ def init(
     value. Changes nothing else; prints the commands that come next.
     """
     whole = os.geteuid() == 0 if system is None else system
-    chosen = list(choices(Machine(), parse_size(memory) if memory else None, system=whole))
-    place = None if folder is None else written_directory(folder, "--dir")
+    wanted = parsed("--memory", parse_size, memory) if memory else None
+    chosen = list(choices(Machine(), wanted, system=whole))
+    place = parsed("--dir", directory, folder) if folder else None
     config, unit = places(place, system=whole)
-    for path in (config, unit):
-        if path.exists() and not force:
-            message = f"{path} exists; look at it, then give --force to replace it"
-            raise KVHearthError(Reason.CONFIG_INVALID, message)
     texts = {config: settings_text(chosen), unit: unit_text(config, chosen, system=whole)}
+    for path in texts:
+        if path.exists() and not force:
+            raise wrong(f"{path} exists; look at it, then give --force to replace it")
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         message = f"cannot write {error.filename}: {error.strerror}; name a directory with --dir"
-        raise KVHearthError(Reason.CONFIG_INVALID, message) from None
+        raise wrong(message) from None
     load_settings({}, config)
-    following = _next(config, unit, system=whole)
-    if as_json:
-        values = {each.name: each.value for each in chosen}
-        say_json(
-            {"settings_file": str(config), "unit": str(unit), "settings": values, "next": following}
-        )
-        return
-    for each in chosen:
-        typer.echo(f"{each.name:10}  {each.value}\n            {each.why}")
-    typer.echo(f"wrote {config} and {unit}; next:")
-    for line in following:
-        typer.echo(f"  {line}")
+    commands = _next(config, unit, system=whole)
+    values = {each.name: each.value for each in chosen}
+    report = {"settings_file": str(config), "unit": str(unit), "settings": values, "next": commands}
+    lines = [f"{each.name:10}  {each.value}\n            {each.why}" for each in chosen]
+    lines += [f"wrote {config} and {unit}; next:", *(f"  {line}" for line in commands)]
+    say(report, "\n".join(lines), as_json=as_json)
 
 
 def _next(config: Path, unit: Path, *, system: bool) -> list[str]:

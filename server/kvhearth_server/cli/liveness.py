@@ -8,10 +8,16 @@ the names below with the ones there.
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import sys
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
 SOCKET_DIR = "/run/kvhearth"
 SOCKET_DIR_ENV = "KVHEARTH_SOCKET_DIR"
@@ -32,14 +38,19 @@ def main(words: list[str]) -> int | None:
     Returns None for words that need the whole command line: help, wrong usage, and a settings file
     that has to be parsed for the directory.
     """
-    given = _parsed(words)
-    if given is None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--socket-dir")
+    parser.add_argument("--wait", type=float, default=0.0)
+    parser.add_argument("--json", action="store_true")
+    try:
+        given, left = parser.parse_known_args(words)
+    except argparse.ArgumentError:
         return None
-    folder, wait_s, as_json = given
-    found = folder or os.environ.get(SOCKET_DIR_ENV) or _configured(os.environ.get(CONFIG_ENV))
-    if found is None:
+    folder = given.socket_dir or os.environ.get(SOCKET_DIR_ENV)
+    folder = folder or _configured(os.environ.get(CONFIG_ENV))
+    if left or not given.wait >= 0 or folder is None:
         return None
-    return run(os.path.abspath(os.path.expanduser(found)), wait_s, as_json=as_json)
+    return run(os.path.abspath(os.path.expanduser(folder)), given.wait, as_json=given.json)
 
 
 def _configured(path: str | None) -> str | None:
@@ -64,30 +75,6 @@ def _default() -> str | None:
     return SOCKET_DIR if ours else None
 
 
-def _parsed(words: list[str]) -> tuple[str, float, bool] | None:
-    """Return the directory or "", seconds to wait, and whether JSON is wanted; None if unclear."""
-    folder, wait_s, as_json = "", 0.0, False
-    left = list(words)
-    while left:
-        name, equals, value = left.pop(0).partition("=")
-        if name == "--json" and not equals:
-            as_json = True
-            continue
-        if name not in ("--socket-dir", "--wait") or not (equals or left):
-            return None
-        value = value if equals else left.pop(0)
-        if name == "--socket-dir":
-            folder = value
-            continue
-        try:
-            wait_s = float(value)
-        except ValueError:
-            return None
-        if not wait_s >= 0:
-            return None
-    return folder, wait_s, as_json
-
-
 def run(folder: str, wait_s: float, *, as_json: bool) -> int:
     """Look until the daemon serves or ``wait_s`` are over; print the verdict, return the status."""
     end = time.monotonic() + wait_s
@@ -108,11 +95,11 @@ def run(folder: str, wait_s: float, *, as_json: bool) -> int:
     elif not problem:
         sys.stdout.write("serving\n")
     for reason in degraded:
-        sys.stderr.write(f"kvhearth: warning: the SSD tier is degraded: {_printable(reason)}\n")
+        sys.stderr.write(f"kvhearth: warning: the SSD tier is degraded: {printable(reason)}\n")
     for reason in shut:
-        sys.stderr.write(f"kvhearth: warning: a door is shut: {_printable(reason)}\n")
+        sys.stderr.write(f"kvhearth: warning: a door is shut: {printable(reason)}\n")
     if problem:
-        sys.stderr.write(f"kvhearth: error: {_printable(problem)}\n")
+        sys.stderr.write(f"kvhearth: error: {printable(problem)}\n")
     return 1 if problem else 0
 
 
@@ -174,6 +161,9 @@ def away(path: str) -> str:
 
 def denied(path: str) -> str:
     """Return why this user may not use a socket: its owner, or the directory that hides it."""
+    import grp
+    import pwd
+
     at = path
     while True:
         try:
@@ -181,7 +171,8 @@ def denied(path: str) -> str:
             break
         except OSError:
             at = os.path.dirname(at)
-    owner, group, me = _user(found.st_uid), _group(found.st_gid), _user(os.geteuid())
+    owner, me = (_named(pwd.getpwuid, number) for number in (found.st_uid, os.geteuid()))
+    group = _named(grp.getgrgid, found.st_gid)
     remedy = f"run this as {owner}" if owner != me else f"chmod {at}"
     if found.st_mode & 0o010:
         remedy += f" or add {me} to the group {group}"
@@ -191,23 +182,13 @@ def denied(path: str) -> str:
     )
 
 
-def _user(number: int) -> str:
-    import pwd
-
+def _named(find: Callable[[int], Sequence[Any]], number: int) -> str:
+    """Return the name of a user or group, its number without one."""
     try:
-        return pwd.getpwuid(number).pw_name
+        return str(find(number)[0])
     except KeyError:
         return str(number)
 
 
-def _group(number: int) -> str:
-    import grp
-
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
-
-
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import mmap
 import os
-import platform
 import re
 import resource
 import select
@@ -17,17 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth import native
-from kvhearth_server.memory.mapping import MIB, HugePool, KernelMemory
+from kvhearth.shared_memory import MADV_POPULATE_WRITE, advise
+from kvhearth_server.config.model import HUGEPAGE_BYTES
+from kvhearth_server.memory.mapping import HugePool, KernelMemory, address_of
 from kvhearth_server.tiers.remote.process import ProcessMover
 from kvhearth_server.tiers.remote.url import RemoteUrl
-from kvhearth_server.tiers.ssd.disk.probe import NAMES, ProbeResult, probe
+from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, probe
+from kvhearth_server.transport.attach import peer_of
 
 _SECTOR_BYTES = 512
 _NO_DRIVES = ("loop", "ram", "zram", "sr", "fd", "dm-", "md", "nbd")
 """Prefixes of entries in /sys/block that are no drive, or are made of drives listed too."""
 
+GOOD_FILESYSTEMS = frozenset({"ext4", "xfs"})
+"""Kinds that preallocate and write in place, as the SSD tier wants."""
+
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
+_REMOTE_S = 30.0
 _DRIVER_VERSION = re.compile(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\b")
 
 
@@ -72,11 +77,37 @@ class Gpus:
         return int(self.driver.partition(".")[0] or 0)
 
 
-class Devices:
-    """The devices of a machine whose /sys, /proc and /dev are under ``root``."""
+@dataclass(frozen=True)
+class Mount:
+    """Mount point of a file system, its kind, and the options of mount and file system."""
 
-    def __init__(self, root: Path) -> None:
+    point: Path
+    kind: str
+    options: frozenset[str]
+
+
+@dataclass(frozen=True)
+class DirectoryFacts:
+    """A directory, its file system (None where the kernel does not tell) and the drives under it,
+    none for one in memory or one that does not tell, such as a container's overlay.
+    """
+
+    folder: Path
+    mount: Mount | None
+    drives: list[Drive]
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether it is on NVMe drives alone."""
+        return bool(self.drives) and all(each.nvme for each in self.drives)
+
+
+class Machine:
+    """This machine. ``root`` is ``/`` except in tests; the trials are real."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
+        self.memory = KernelMemory(root)
 
     def drives(self) -> list[Drive]:
         """Return the drives, by name."""
@@ -85,11 +116,7 @@ class Devices:
         return [self._drive(name) for name in names if not name.startswith(_NO_DRIVES)]
 
     def drives_under(self, device: int) -> list[Drive]:
-        """Return the drives that hold a file system whose ``st_dev`` is ``device``.
-
-        There are none for a file system in memory, or for one that does not tell, such as a
-        container's overlay.
-        """
+        """Return the drives that hold a file system whose ``st_dev`` is ``device``."""
         number = f"{os.major(device)}:{os.minor(device)}"
         place = self._root / "sys/dev/block" / number
         return [self._drive(name) for name in self._disks(place)] if place.exists() else []
@@ -133,90 +160,19 @@ class Devices:
     def _text(self, name: str) -> str:
         return _read(self._root / name)
 
-
-def _read(path: Path) -> str:
-    """Return a file's text without surrounding blanks; empty if it cannot be read."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text().strip()
-    return ""
-
-
-_SO_PEERPIDFD = 77
-_MADV_POPULATE_WRITE = 23
-_HUGE = 2 * MIB
-_REMOTE_S = 30.0
-_REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(?:\[[^]]*\])?[^>]*>=\s*([0-9.]+)")
-
-
-@dataclass(frozen=True)
-class Installed:
-    """A package that we need: the installed version (empty: none) and the least one."""
-
-    name: str
-    version: str
-    least: str
-
-    @property
-    def enough(self) -> bool:
-        """Whether it is installed and new enough."""
-        return bool(self.version) and _numbers(self.version) >= _numbers(self.least)
-
-
-@dataclass(frozen=True)
-class Mount:
-    """Mount point of a file system, its kind, and the options of mount and file system."""
-
-    point: Path
-    kind: str
-    options: frozenset[str]
-
-    @property
-    def depth(self) -> int:
-        """How far under the root it is."""
-        return len(self.point.parts)
-
-
-class Machine:
-    """This machine. ``root`` is ``/`` except in tests; the trials are real."""
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
-        self.memory = KernelMemory(root)
-        self.devices = Devices(root)
-
-    def remote_problem(self, url: RemoteUrl, fleet_key: bytes) -> str:
-        """Probe a remote by a helper process; return its problem, empty for none."""
-        mover = ProcessMover(url, fleet_key, [], 2 << 20, log_level="error")
-        try:
-            end = time.monotonic() + _REMOTE_S
-            while mover.state.caps is None and mover.state.problem == mover.starting:
-                if time.monotonic() > end:
-                    return f"{url.place} does not answer in {_REMOTE_S:g} s; check the network"
-                select.select([mover.event_fd], [], [], 0.2)
-                mover.poll()
-            return mover.state.problem
-        finally:
-            mover.close()
-
     def node_pools(self) -> dict[str, HugePool]:
         """Return the pool of 2 MiB pages of each NUMA node."""
         found = {}
         for node in sorted((self._root / "sys/devices/system/node").glob("node[0-9]*")):
-            folder = node / f"hugepages/hugepages-{_HUGE // 1024}kB"
-            with contextlib.suppress(OSError, ValueError):
-                total, free = (
-                    int((folder / name).read_text()) for name in ("nr_hugepages", "free_hugepages")
-                )
-                found[node.name] = HugePool(_HUGE, total, free)
+            folder = node / f"hugepages/hugepages-{HUGEPAGE_BYTES // 1024}kB"
+            total, free = (_read(folder / name) for name in ("nr_hugepages", "free_hugepages"))
+            if total.isdecimal() and free.isdecimal():
+                found[node.name] = HugePool(HUGEPAGE_BYTES, int(total), int(free))
         return found
 
-    def limit(self, which: int) -> int:
-        """Return the soft limit of a resource; -1 for none."""
-        return resource.getrlimit(which)[0]
-
-    def kernel_release(self) -> str:
-        """Return the kernel's release, such as ``6.5.0``."""
-        return platform.release()
+    def descriptors(self) -> int:
+        """Return the limit of open files; -1 for none."""
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     def direct_io(self, folder: Path) -> str:
         """Write a page past the page cache in ``folder``; return the error, or ""."""
@@ -238,38 +194,28 @@ class Machine:
         except OSError:
             return 0
 
-    def disk_interfaces(self, depth: int) -> list[ProbeResult]:
-        """Try each kernel interface for disk I/O with a read; return the verdicts, best first."""
-        return [probe(name, depth) for name in NAMES]
-
     def disk_interface(self, name: str, depth: int) -> ProbeResult:
-        """Try one of the ``disk_interfaces``."""
-        return next(each for each in self.disk_interfaces(depth) if each.name == name)
+        """Try a kernel interface for disk I/O with a read."""
+        return probe(name, depth)
 
-    def mount_of(self, folder: Path) -> Mount | None:
-        """Return the file system that holds ``folder``; None where the kernel does not tell."""
-        place, found = folder.resolve(), None
-        for each in self.mounts():
-            # If several are mounted on top of each other, the last one is visible.
-            if place.is_relative_to(each.point) and (found is None or each.depth >= found.depth):
-                found = each
-        return found
+    def place(self, folder: Path) -> DirectoryFacts:
+        """Return what holds ``folder``."""
+        real = folder.resolve()
+        over = [each for each in self.mounts() if real.is_relative_to(each.point)]
+        # If several are mounted on top of each other, the last one is visible.
+        mount = max(reversed(over), key=lambda each: len(each.point.parts), default=None)
+        return DirectoryFacts(folder, mount, self.drives_under(self.device_of(folder)))
 
     def mounts(self) -> list[Mount]:
         """Return all mounted file systems, in the kernel's order; none where it does not tell."""
         found = list[Mount]()
-        try:
-            lines = (self._root / "proc/self/mountinfo").read_text().splitlines()
-        except (OSError, UnicodeDecodeError):
-            return found
-        for line in lines:
+        for line in self._text("proc/self/mountinfo").splitlines():
             fields, _, rest = line.partition(" - ")
             words, kind = fields.split(), rest.split()
-            if len(words) < 6 or len(kind) < 3:
-                continue
-            point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4]))
-            options = frozenset((*words[5].split(","), *kind[2].split(",")))
-            found.append(Mount(point, kind[0], options))
+            if len(words) >= 6 and len(kind) >= 3:
+                point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4])
+                options = frozenset((*words[5].split(","), *kind[2].split(",")))
+                found.append(Mount(Path(point), kind[0], options))
         return found
 
     def space(self, existing: Path, folder: Path) -> tuple[int, int]:
@@ -292,21 +238,15 @@ class Machine:
         """Return whether the kernel gives a pidfd of the process at the other end of a socket."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            try:
-                raw = ours.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
-            except OSError:
-                return False
-        os.close(int.from_bytes(raw, "little"))
-        return True
+            pidfd = peer_of(ours).pidfd
+        if pidfd >= 0:
+            os.close(pidfd)
+        return pidfd >= 0
 
     def populate(self) -> bool:
         """Return whether a lack of pages is an error instead of a signal (MADV_POPULATE_WRITE)."""
         with mmap.mmap(-1, mmap.PAGESIZE) as page:
-            try:
-                page.madvise(_MADV_POPULATE_WRITE)
-            except OSError:
-                return False
-        return True
+            return advise(address_of(page), mmap.PAGESIZE, MADV_POPULATE_WRITE) == 0
 
     def collapse(self) -> int:
         """Collapse pages of a memfd into a huge page (MADV_COLLAPSE); return the error's number, 0
@@ -318,24 +258,23 @@ class Machine:
         """Return why the native module is not in use, or None if it is."""
         return native.available()
 
-    def packages(self) -> list[Installed]:
-        """Return the packages that the daemon needs."""
-        found = []
-        for requirement in importlib.metadata.requires("kvhearth") or ():
-            wanted, _, marker = requirement.partition(";")
-            match = _REQUIREMENT.match(wanted.strip())
-            if match is None or (marker and "server" not in marker):
-                continue
-            found.append(Installed(match[1], _version(match[1]), match[2]))
-        return found
+    def remote_problem(self, url: RemoteUrl, fleet_key: bytes) -> str:
+        """Probe a remote by a helper process; return its problem, empty for none."""
+        mover = ProcessMover(url, fleet_key, [], 2 << 20, log_level="error")
+        try:
+            end = time.monotonic() + _REMOTE_S
+            while mover.state.caps is None and mover.state.problem == mover.starting:
+                if time.monotonic() > end:
+                    return f"{url.place} does not answer in {_REMOTE_S:g} s; check the network"
+                select.select([mover.event_fd], [], [], 0.2)
+                mover.poll()
+            return mover.state.problem
+        finally:
+            mover.close()
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+def _read(path: Path) -> str:
+    """Return a file's text without surrounding blanks; empty if it cannot be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text().strip()
+    return ""

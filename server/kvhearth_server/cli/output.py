@@ -5,44 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_server.cli.liveness import printable
 from kvhearth_server.config.load import one_line
-from kvhearth_server.config.value_types import directory
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object with stable names on stdout.")
-]
-SocketDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--socket-dir",
-        envvar="KVHEARTH_SOCKET_DIR",
-        help="Directory of the daemon's sockets. Default: from the settings.",
-        metavar="DIR",
-        show_default=False,
-    ),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="YAML file of settings (environment: KVHEARTH_CONFIG).",
-        metavar="FILE",
-        show_default=False,
-    ),
-]
+_Parsed = TypeVar("_Parsed")
 
+
+def flag(name: str, text: str, metavar: str | None = None, envvar: str | None = None) -> Any:
+    """Return an option whose help tells its default, if it has one."""
+    return typer.Option(name, help=text, metavar=metavar, envvar=envvar, show_default=False)
+
+
+AsJson = Annotated[bool, flag("--json", "Print one JSON object with stable names on stdout.")]
+_PLACE = "Directory of the daemon's sockets. Default: from the settings."
+SocketDir = Annotated[Path | None, flag("--socket-dir", _PLACE, "DIR", "KVHEARTH_SOCKET_DIR")]
+_FILE = "YAML file of settings (environment: KVHEARTH_CONFIG)."
+Config = Annotated[Path | None, flag("--config", _FILE, "FILE")]
 
 _WIDTH_OFF_TERMINAL = 200
 _DIGITS_SHOWN = 12
@@ -58,6 +47,23 @@ def plain(report: Any) -> dict[str, Any]:
 def say_json(value: Mapping[str, object]) -> None:
     """Print one object on one line of stdout."""
     typer.echo(json.dumps(value))
+
+
+def say(report: Any, text: RenderableType | None, *, as_json: bool, empty: str = "") -> None:
+    """Print a report, a dataclass or a mapping, as JSON or as ``text``.
+
+    Args:
+        text: a string is literal; None for nothing to tell.
+        empty: note instead of nothing.
+    """
+    if as_json:
+        say_json(report if isinstance(report, Mapping) else plain(report))
+    elif isinstance(text, str):
+        typer.echo(text)
+    elif text is None:
+        note(empty)
+    else:
+        console().print(text)
 
 
 def note(text: str) -> None:
@@ -76,56 +82,17 @@ def waiting(text: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(text)
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str, float], None]]:
-    """Show a progress bar on stderr; yields a function that takes a text and the part done."""
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=1.0)
-
-        def told(text: str, done: float) -> None:
-            shown.update(task, description=text, completed=min(1.0, done))
-
-        yield told
-
-
-def table(*heads: str, right: Iterable[str] = ()) -> Table:
-    """Return an empty table; ``right`` names columns of numbers."""
+def table(*heads: str, right: Iterable[str] = (), rows: Iterable[Iterable[object]] = ()) -> Table:
+    """Return a table; ``right`` names columns of numbers, ``rows`` are as for ``row``."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for head in heads:
         made.add_column(head, justify="right" if head in right else "left", no_wrap=True)
+    for cells in rows:
+        row(made, *cells)
     return made
 
 
-def written_directory(given: Path, flag: str) -> Path:
-    """Return the absolute path of a flag's directory.
-
-    Raises:
-        KVHearthError: ``config_invalid``: nothing can have that name.
-    """
-    try:
-        return directory(given)
-    except ValueError as error:
-        message = one_line(f"{flag}: {given}: {error}")
-        raise KVHearthError(Reason.CONFIG_INVALID, message) from None
-
-
-def row(shown: Table, *cells: object) -> None:
-    """Add a row. Text cells are shown literally: no markup, no control characters.
-
-    Engines choose some of these texts, and they must not reach the operator's terminal raw.
-    """
-    shown.add_row(
-        *(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells)  # type: ignore[arg-type]
-    )
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with ``?`` for characters that would control a terminal."""
-    return "".join(each if each.isprintable() else "?" for each in text)
-
-
-def facts(rows: Sequence[tuple[str, object]]) -> Table:
+def facts(rows: Iterable[tuple[str, object]]) -> Table:
     """Return a table of names and values."""
     made = Table(box=None, pad_edge=False, show_header=False)
     made.add_column(style="bold", no_wrap=True)
@@ -135,12 +102,47 @@ def facts(rows: Sequence[tuple[str, object]]) -> Table:
     return made
 
 
+def row(shown: Table, *cells: Any) -> None:
+    """Add a row of texts, numbers and renderables. Texts are shown literally: no markup, no
+    control characters.
+
+    Engines choose some of these texts, and they must not reach the operator's terminal raw.
+    """
+    shown.add_row(
+        *(Text(printable(str(each))) if isinstance(each, str | int) else each for each in cells)
+    )
+
+
+def wrong(message: str) -> KVHearthError:
+    """Return the error of a wrong argument or setting."""
+    return KVHearthError(Reason.CONFIG_INVALID, message)
+
+
+def parsed(name: str, parse: Callable[[Any], _Parsed], value: object) -> _Parsed:
+    """Return the value of a flag.
+
+    Raises:
+        KVHearthError: ``config_invalid``: ``parse`` raises ValueError.
+    """
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise wrong(one_line(f"{name}: {str(value)!r}: {error}")) from None
+
+
 def size(count: int) -> str:
     """Format bytes for people: three digits or so."""
     amount, unit = float(count), 0
     while amount >= 1024 and unit < len(_UNITS) - 1:
         amount, unit = amount / 1024, unit + 1
     return f"{amount:.0f} B" if unit == 0 else f"{amount:.4g} {_UNITS[unit]}"
+
+
+def speed(bytes_per_s: float) -> str:
+    """Format a bandwidth for people, in decimal units as drives and networks are sold by."""
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.2f} GB/s"
+    return f"{bytes_per_s / 1e6:.1f} MB/s" if bytes_per_s else "0"
 
 
 def duration(seconds: float) -> str:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 
 from kvhearth.contract import DTYPE_BYTES
-from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.cli.output import AsJson, console, facts, say_json
+from kvhearth_server.cli.output import AsJson, facts, say, wrong
 
-EPILOG = "Example: kvhearth size --model config.json --conversations 500"
 _SPARE, _GIB = 0.2, 1 << 30  # leases, reservations and slack take the spare part
 _DTYPES = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 _CODECS = {"": 1.0, "fp8": 33 / 64, "int4": 36 / 128}
@@ -76,7 +75,7 @@ def model_kv(
 
 def _require(holds: bool, text: str) -> None:
     if not holds:
-        raise KVHearthError(Reason.CONFIG_INVALID, f"config.json: {text}")
+        raise wrong(f"config.json: {text}")
 
 
 def _number(text: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -134,7 +133,7 @@ def sized(
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise KVHearthError(Reason.CONFIG_INVALID, f"--model: {file}: {error}") from None
+        raise wrong(f"--model: {file}: {error}") from None
     _require(isinstance(config, dict), f"{file} is no JSON object")
     kv = model_kv(config, kv_dtype, codec, tensor_parallel)
     # Stores write every token's KV, also of windows that a hit does not load.
@@ -142,9 +141,7 @@ def sized(
     memory, ssd = math.ceil(conversations * one), math.ceil((conversations + idle) * one)
     sizes = {"memory_gib": memory, "ssd_gib": ssd if idle else 0}
     found = asdict(kv) | {"context_bytes": kv.context_bytes(context)} | sizes
-    if as_json:
-        say_json(found)
-        return
-    console().print(facts([(name.replace("_", " "), value) for name, value in found.items()]))
+    shown = facts((name.replace("_", " "), value) for name, value in found.items())
     more = f" --ssd-dir /var/lib/kvhearth={ssd}GiB" if idle else ""
-    typer.echo(f"\nkvhearth serve --memory {memory}GiB{more}")
+    text = Group(shown, f"\nkvhearth serve --memory {memory}GiB{more}")
+    say(found, text, as_json=as_json)

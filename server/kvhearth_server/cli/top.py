@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -17,26 +16,26 @@ from rich.table import Table
 from rich.text import Text
 
 from kvhearth_server.cli.admin_client import AdminClient, daemon_at
+from kvhearth_server.cli.liveness import printable
 from kvhearth_server.cli.output import (
     AsJson,
     SocketDir,
     console,
     duration,
+    flag,
     percent,
     plain,
-    printable,
-    row,
+    say,
     say_json,
     short,
     size,
+    speed,
     table,
 )
+from kvhearth_server.cli.verbs import degradations
 from kvhearth_server.engine.snapshot import EngineNow, Stats
 from kvhearth_server.engine.watch import Event
-from kvhearth_server.transport import reports
 
-TOP_EPILOG = "Example: kvhearth top; kvhearth top --once --json"
-EVENTS_EPILOG = "Example: kvhearth events; kvhearth events --json | jq -r .reason"
 REFRESH_S = 1.0
 _ROWS_OFF_TERMINAL = 60
 _BAR_COLUMNS = 12
@@ -64,18 +63,16 @@ class View:
 
     at: float
     stats: Stats
-    sessions: reports.Sessions
-    leases: reports.Leases
 
     def count(self, name: str) -> int:
         """Return a counter since the start, all its labels together."""
-        found: Mapping[str, int] = self.stats.counters
+        found = self.stats.counters
         return sum(n for key, n in found.items() if key.partition("{")[0] == name)
 
 
 def top(
     socket_dir: SocketDir = None,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    once: Annotated[bool, flag("--once", "Print once and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Watch hit ratio, bandwidth, memory, SSD and engines; stop with Ctrl-C.
@@ -84,74 +81,48 @@ def top(
     Into a pipe it prints one report per second; with --json each report is one
     object on a line.
     """
-    daemon = daemon_at(socket_dir)
-    view, before = _look(daemon), None
-    if once:
-        _print(view, before, as_json=as_json)
-        return
+    daemon, shown = daemon_at(socket_dir), console()
+    looks = _looks(daemon)
     with contextlib.suppress(KeyboardInterrupt):
-        _watch(daemon, view, as_json=as_json)
+        if shown.is_terminal and not once and not as_json:
+            drawn = _drawn(*next(looks), shown.height)
+            with Live(drawn, console=shown, auto_refresh=False, screen=True) as live:
+                for view, before in looks:
+                    live.update(_drawn(view, before, shown.height), refresh=True)
+        for view, before in looks:
+            if as_json:
+                report = {"stats": plain(view.stats), "rates": rates(view, before)}
+                report["sessions"] = plain(daemon.sessions())["sessions"]
+                say_json(report | {"leases": plain(daemon.leases())["groups"]})
+            else:
+                shown.print(_drawn(view, before, _ROWS_OFF_TERMINAL), "")
+            sys.stdout.flush()  # in a pipe a look must not wait for the next ones
+            if once:
+                return
 
 
-def _watch(daemon: AdminClient, view: View, *, as_json: bool) -> None:
+def _looks(daemon: AdminClient) -> Iterator[tuple[View, View | None]]:
+    """Yield looks at the daemon, one a second, each with the last one at the same boot."""
     before: View | None = None
-    if as_json or not console().is_terminal:
-        while True:
-            _print(view, before, as_json=as_json)
-            time.sleep(REFRESH_S)
-            view, before = _look(daemon), view
-    shown = console()
-    drawn = _drawn(view, before, shown.height)
-    with Live(drawn, console=shown, auto_refresh=False, screen=True) as live:
-        while True:
-            time.sleep(REFRESH_S)
-            view, before = _look(daemon), view
-            live.update(_drawn(view, before, shown.height), refresh=True)
-
-
-def _look(daemon: AdminClient) -> View:
-    return View(time.monotonic(), daemon.stats(), daemon.sessions(), daemon.leases())
-
-
-def _print(view: View, before: View | None, *, as_json: bool) -> None:
-    if as_json:
-        say_json(as_object(view, before))
-    else:
-        console().print(_drawn(view, before, _ROWS_OFF_TERMINAL), "")
-    sys.stdout.flush()  # in a pipe a look must not wait for the next ones
+    while True:
+        view = View(time.monotonic(), daemon.stats())
+        if before is not None and before.stats.boot_id != view.stats.boot_id:
+            before = None
+        yield view, before
+        before = view
+        time.sleep(REFRESH_S)
 
 
 def _span_s(view: View, before: View | None) -> float:
-    """Return the time between two looks at one boot, else since the start, in seconds."""
-    same = before is not None and before.stats.boot_id == view.stats.boot_id
-    span_s = view.at - before.at if before is not None and same else view.stats.uptime_s
-    return max(span_s, 0.001)
+    """Return the time between two looks, else since the start, in seconds."""
+    return max(view.stats.uptime_s if before is None else view.at - before.at, 0.001)
 
 
 def rates(view: View, before: View | None) -> dict[str, float]:
-    """Return counts per second between two looks at one boot, else since the start; by counter."""
-    base = dict.fromkeys(_RATES, 0)
-    if before is not None and before.stats.boot_id == view.stats.boot_id:
-        base = {name: before.count(name) for name in _RATES}
+    """Return counts per second between two looks, else since the start; by counter."""
     span_s = _span_s(view, before)
+    base = {name: 0 if before is None else before.count(name) for name in _RATES}
     return {name: (view.count(name) - base[name]) / span_s for name in _RATES}
-
-
-def as_object(view: View, before: View | None) -> dict[str, Any]:
-    """Return a look as JSON: statistics, rates per second, sessions and leases."""
-    return {
-        "stats": plain(view.stats),
-        "rates": rates(view, before),
-        "sessions": plain(view.sessions)["sessions"],
-        "leases": plain(view.leases)["groups"],
-    }
-
-
-def speed(bytes_per_s: float) -> str:
-    """Format a bandwidth for people, in decimal units as drives and networks are sold by."""
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.2f} GB/s"
-    return f"{bytes_per_s / 1e6:.1f} MB/s" if bytes_per_s else "0"
 
 
 def verdict(found: Stats) -> tuple[str, str]:
@@ -161,16 +132,12 @@ def verdict(found: Stats) -> tuple[str, str]:
     damaged = [each for each in found.recent if each.kind in ("checksum", "bug")]
     if damaged:
         return "red", f"{damaged[-1].kind}: {damaged[-1].reason}; see kvhearth events"
-    if found.ssd is not None:
-        bad = [reason for each in found.ssd.directories for reason in each.reasons]
-        if bad or found.ssd.interface_broken:
-            return "yellow", f"SSD degraded: {(bad or [found.ssd.interface_broken])[0]}"
+    if found.ssd is not None and (bad := degradations(found.ssd)):
+        return "yellow", f"SSD degraded: {bad[0]}"
     silent = [each for each in found.engines if each.attached and each.heartbeat_age_s > 60]
     if silent:
-        return (
-            "yellow",
-            f"{silent[0].engine_id} is silent for {duration(silent[0].heartbeat_age_s)}",
-        )
+        age = duration(silent[0].heartbeat_age_s)
+        return "yellow", f"{silent[0].engine_id} is silent for {age}"
     return "green", "serving" if found.groups else "serving, no engine is attached"
 
 
@@ -212,19 +179,21 @@ def _hits(view: View, before: View | None) -> RenderableType:
 
 def _tiers(found: Stats) -> Table:
     """Return a row with a bar for each tenant's memory and each SSD directory."""
-    shown = table(
-        "tier", "", "used", "of", "held", "quarantined", right=("used", "of", "held", "quarantined")
-    )
+    tiers: list[tuple[str, int, int, str, str]] = []
     for part in found.segments[:_MEMORY_ROWS]:
-        used = part.capacity_bytes - part.free_bytes
-        bar = ProgressBar(total=part.capacity_bytes or 1, completed=used, width=_BAR_COLUMNS)
-        sizes = map(size, (used, part.capacity_bytes, part.held_bytes, part.quarantined_bytes))
-        row(shown, _cut(f"memory {part.tenant}", 18), bar, *sizes)
-    for each in found.ssd.directories[:_MEMORY_ROWS] if found.ssd is not None else ():
-        files, most = each.file_bytes, each.capacity_bytes
-        bar = ProgressBar(total=most or 1, completed=files, width=_BAR_COLUMNS)
-        row(shown, _cut(f"SSD {each.path}", 18), bar, size(files), size(most), "", "")
-    return shown
+        used, held = part.capacity_bytes - part.free_bytes, size(part.held_bytes)
+        quarantined = size(part.quarantined_bytes)
+        tiers.append((f"memory {part.tenant}", used, part.capacity_bytes, held, quarantined))
+    directories = found.ssd.directories[:_MEMORY_ROWS] if found.ssd is not None else []
+    tiers += [
+        (f"SSD {one.path}", one.file_bytes, one.capacity_bytes, "", "") for one in directories
+    ]
+    rows = []
+    for name, used, most, *rest in tiers:
+        bar = ProgressBar(total=most or 1, completed=used, width=_BAR_COLUMNS)
+        rows.append((_cut(name, 18), bar, size(used), size(most), *rest))
+    heads = ("tier", "", "used", "of", "held", "quarantined")
+    return table(*heads, right=heads[2:], rows=rows)
 
 
 def _cut(text: str, most: int) -> str:
@@ -235,36 +204,30 @@ def _cut(text: str, most: int) -> str:
 
 def _engines(view: View, before: View | None, most: int) -> Table:
     heads = ("engine", "hit tokens", "loads", "stores", "leases", "oldest", "heartbeat")
-    shown = table(*heads, right=heads[1:])
-    span_s = _span_s(view, before)
-    old = {}
-    if before is not None and before.stats.boot_id == view.stats.boot_id:
-        old = {(each.tenant, each.engine_id): each for each in before.stats.engines}
+    span_s, last = _span_s(view, before), before.stats.engines if before is not None else []
+    old = {(each.tenant, each.engine_id): each for each in last}
     listed = sorted(view.stats.engines, key=lambda each: -(each.load_bytes + each.store_bytes))
-    if len(listed) > most:
-        most -= 1
-    for each in listed[:most]:
-        last = old.get((each.tenant, each.engine_id), EngineNow("", ""))
-        row(
-            shown,
-            _cut(each.engine_id, 24),
+    shown = listed if len(listed) <= most else listed[: most - 1]
+    rows = list[tuple[str, ...]]()
+    for each in shown:
+        was = old.get((each.tenant, each.engine_id), EngineNow("", ""))
+        cells = (
             percent(each.hit_tokens, each.asked_tokens),
-            speed(max(0, each.load_bytes - last.load_bytes) / span_s),
-            speed(max(0, each.store_bytes - last.store_bytes) / span_s),
+            speed(max(0, each.load_bytes - was.load_bytes) / span_s),
+            speed(max(0, each.store_bytes - was.store_bytes) / span_s),
             str(each.leases),
             duration(each.oldest_lease_s) if each.leases else "-",
             duration(each.heartbeat_age_s) if each.attached else "left",
         )
-    if len(listed) > most:
-        row(shown, f"and {len(listed) - most} more", *[""] * 6)
-    return shown
+        rows.append((_cut(each.engine_id, 24), *cells))
+    if len(shown) < len(listed):
+        rows.append((f"and {len(listed) - len(shown)} more", *[""] * 6))
+    return table(*heads, right=heads[1:], rows=rows)
 
 
 def _events(found: Sequence[Event]) -> Table:
-    shown = table("last events", "what", "amount", "who", right=("amount",))
-    for each in reversed(found):
-        row(shown, *_words(each, each.count))
-    return shown
+    rows = [_words(each, each.count) for each in reversed(found)]
+    return table("last events", "what", "amount", "who", right=("amount",), rows=rows)
 
 
 def _words(event: Event, count: int) -> tuple[str, str, str, str]:
@@ -278,7 +241,7 @@ def _words(event: Event, count: int) -> tuple[str, str, str, str]:
 
 def events(
     socket_dir: SocketDir = None,
-    once: Annotated[bool, typer.Option("--once", help="Print what is known and exit.")] = False,
+    once: Annotated[bool, flag("--once", "Print what is known and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Follow evictions, rejections, quarantines, slow calls and engines that
@@ -289,11 +252,9 @@ def events(
     """
     with contextlib.suppress(KeyboardInterrupt):
         for event, added in _followed(daemon_at(socket_dir), once=once):
-            if as_json:
-                say_json({**plain(event), "added": added})
-            else:
-                at, what, amount, subject = _words(event, added)
-                console().print(Text(printable(f"{at}  {what:28}  {amount:>12}  {subject}")))
+            at, what, amount, subject = _words(event, added)
+            text = printable(f"{at}  {what:28}  {amount:>12}  {subject}")
+            say({**plain(event), "added": added}, text, as_json=as_json)
             sys.stdout.flush()
 
 
@@ -305,8 +266,7 @@ def _followed(daemon: AdminClient, *, once: bool) -> Iterator[tuple[Event, int]]
     while True:
         found = daemon.stats()
         if found.boot_id != boot:
-            boot, last = found.boot_id, 0
-            told.clear()
+            boot, last, told = found.boot_id, 0, {}
         here = dict[tuple[float, str, str, str], int]()
         for event in found.recent:
             place = (event.first_at, event.kind, event.reason, event.subject)

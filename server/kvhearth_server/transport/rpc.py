@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth.wire.frames import SERVICE, STATUS_DETAILS_KEY, TOKEN_KEY, encode_status
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.ownership import open_to_owner
+from kvhearth_server.ownership import socket_mask
 from kvhearth_server.transport.dispatch import Dispatcher, failure
 from kvhearth_server.transport.messages import plain_text
 
@@ -72,7 +72,7 @@ class RpcServer:
         """
         self._server = server = self._make()
         try:
-            with open_to_owner():
+            with socket_mask(owner_only=True):
                 server.add_insecure_port(f"unix:{self._path}")
         except RuntimeError as error:  # gRPC's answer whatever the cause
             raise OSError(errno.EADDRNOTAVAIL, f"gRPC cannot bind: {error}") from None
