@@ -36,10 +36,9 @@ from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import logs
 from kvhearth_server.observability import systemd as notify
-from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.counters import Counters, watch_lag
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.metrics import COUNTERS
-from kvhearth_server.observability.timings import watch_lag
 from kvhearth_server.ownership import foreign
 from kvhearth_server.preflight import (
     arena_plan,

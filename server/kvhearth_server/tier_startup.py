@@ -257,7 +257,7 @@ async def follow_recovery(tier: SsdTier) -> None:
             await asyncio.sleep(_LOOK_S)
     took = round(time.monotonic() - began, 3)
     now = tier.figures()
-    dropped = {n: c for n, c in now.counts.items() if n.startswith("dropped_")}
+    dropped = {n: c for n, c in now.counters.items() if n.startswith("dropped_")}
     _log.info("ssd.read_back", seconds=took, **_progress(now), **dropped)
     missing = now.files_found - now.files_recovered - now.locked_files
     if missing > 0:

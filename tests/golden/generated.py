@@ -18,8 +18,7 @@ from kvhearth_server.cli.config import metavar, setting_line
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.model import RELOADABLE
 from kvhearth_server.observability.counters import Counters
-from kvhearth_server.observability.exposition import metrics_page
-from kvhearth_server.observability.metrics import COUNTERS
+from kvhearth_server.observability.metrics import COUNTERS, TABLE
 from kvhearth_server.transport.operators import Operators
 from kvhearth_server.transport.web.routes import describe, make_app
 
@@ -33,6 +32,17 @@ ALERTS = "\n## Alerts\n"
 PACKAGES = ("client/kvhearth", "server/kvhearth_server", "lab/kvhearth_lab")
 BEGIN = "<!-- Generated from the modules' docstrings by `make golden`. -->\n"
 END = "<!-- End of the generated part. -->\n"
+METRICS_HEAD = """# Metrics
+
+The daemon serves these at `/metrics` of its HTTP address (`--http`, by default
+`http://127.0.0.1:9460/metrics`), beside Prometheus' usual `process_*`. This page is written by
+`make golden` from the table in `server/kvhearth_server/observability/metrics`; a test fails if they
+differ.
+
+Values are read when somebody scrapes, and a scrape costs the same whatever the cache holds. Every
+label has few values. Counters start at zero with the daemon; those of clients travel with their
+heartbeats.
+"""
 
 
 def openapi() -> dict[str, Any]:
@@ -55,6 +65,20 @@ def architecture() -> str:
 def reference() -> str:
     """Return docs/reference.md: every command, setting and reason, from the code."""
     return "\n".join([*_commands(), *_settings(), *_reasons()]) + "\n"
+
+
+def metrics_page() -> str:
+    """Return the text of ``docs/metrics.md``."""
+    lines = [
+        METRICS_HEAD,
+        "| metric | type | labels | what it is | what for |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for metric in TABLE:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        cells = (f"`{metric.name}`", metric.kind, labels, metric.help, metric.use)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def troubleshooting() -> str:

@@ -14,12 +14,11 @@ from golden.generated import (
     ROOT,
     TROUBLE,
     architecture,
+    metrics_page,
     openapi,
     reference,
     troubleshooting,
 )
-
-from kvhearth_server.observability.exposition import metrics_page
 
 STALE = "run: make golden"
 GUARDED = ("/v1/config", "/v1/sessions", "/v1/namespaces", "/v1/leases", "/v1/keys/{key}")

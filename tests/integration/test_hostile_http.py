@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.daemon import Daemon, stopped_daemon
 from support.http_door import ANY_PORT, address_of, ask
-from support.raw_door import RawSession, end_well, goes_on, raw_contract
+from support.raw_door import end_well, goes_on
 
 from kvhearth_lab.harness.engine import Engine
 from kvhearth_server.config.rlimit import HTTP_MAX
@@ -135,19 +135,6 @@ def test_pipelined_requests_are_answered(daemon: Daemon, neighbour: Engine) -> N
                 assert file.readline().split()[1] == b"200"
                 headers = dict(one.split(b": ", 1) for one in iter(file.readline, b"\r\n"))
                 file.read(int(headers[b"content-length"]))
-
-
-def test_a_long_list_is_whole(daemon: Daemon, neighbour: Engine) -> None:
-    names = {f"long-{number}-" + "x" * 900 for number in range(80)}
-    with contextlib.ExitStack() as stack:
-        for name in sorted(names):
-            contract = raw_contract(model=name, revision="y" * 1000, hash_seed="z" * 1000)
-            stack.enter_context(RawSession(daemon, contract=contract.to_json()))
-        spaces = ask(daemon, "/v1/namespaces", admin=True).json["namespaces"]
-        assert names <= {space["contract"]["model"] for space in spaces}
-        sessions = ask(daemon, "/v1/sessions", admin=True).json["sessions"]
-        assert len(sessions) >= len(names)
-        goes_on(neighbour)
 
 
 # -- who may read ------------------------------------------------------------------------------

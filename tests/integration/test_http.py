@@ -6,12 +6,8 @@ import json
 import os
 import re
 import socket
-import string
-import threading
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, Answer, address_of, ask, scraped
@@ -286,51 +282,6 @@ def test_many_silent_connections_hurt_nobody(daemon: Daemon, neighbour: Engine) 
     finally:
         for line in lines:
             line.close()
-
-
-WORDS = st.text(string.printable.translate({ord(c): None for c in " \t\n\r\x0b\x0c#"}), max_size=20)
-PATHS = st.one_of(
-    st.sampled_from(["/v1/stats", "/metrics", "/readyz", "/v1/admin:drain", "/openapi.json"]),
-    WORDS.map(lambda word: f"/{word}"),
-    WORDS.map(lambda word: f"/v1/namespaces/{word}:evict"),
-    WORDS.map(lambda word: f"/readyz?verbose={word}"),
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    path=PATHS,
-    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "BREW"]),
-    body=st.one_of(st.none(), st.binary(max_size=200)),
-    accept=st.sampled_from(["", "*/*", "application/openmetrics-text", ",;q=x", "a" * 2000]),
-)
-def test_no_request_is_a_bug(
-    daemon: Daemon, path: str, method: str, body: bytes | None, accept: str
-) -> None:
-    answer = ask(daemon, path, method, body, Accept=accept)
-    assert answer.status < 500, (path, answer)
-    if answer.status >= 400 and method != "HEAD":
-        assert answer.json["reason"]
-
-
-def test_scrapes_beside_traffic(daemon: Daemon, neighbour: Engine) -> None:
-    stop = threading.Event()
-    found: list[int] = []
-
-    def scrape() -> None:
-        while not stop.is_set():
-            found.append(ask(daemon, "/metrics").status)
-
-    worker = threading.Thread(target=scrape)
-    worker.start()
-    try:
-        for _ in range(5):
-            goes_on(neighbour)
-        until(lambda: len(found) > 5, "scrapes are answered")
-    finally:
-        stop.set()
-        worker.join()
-    assert set(found) == {200}
 
 
 # -- addresses ---------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import dataclasses
 import typing
 from typing import Any, TypeVar
 
-from kvhearth_server.engine.snapshot import SsdStats, Stats
+from kvhearth_server.engine.snapshot import Stats
+from kvhearth_server.tiers.figures import TierFigures
 
 Report = TypeVar("Report")
 
@@ -31,6 +32,6 @@ def stats(**values: Any) -> Stats:
     return report(Stats, **values)
 
 
-def ssd(**values: Any) -> SsdStats:
+def ssd(**values: Any) -> TierFigures:
     """Return an SSD tier with these values."""
-    return report(SsdStats, **values)
+    return report(TierFigures, **values)

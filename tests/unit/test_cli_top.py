@@ -10,14 +10,15 @@ from rich.console import Console
 from support.reports import report, ssd, stats
 
 from kvhearth_server.cli.top import View, _drawn, verdict
-from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, SsdDirectory, Stats
+from kvhearth_server.engine.snapshot import EngineNow, SegmentNow, Stats
 from kvhearth_server.engine.watch import Event
+from kvhearth_server.tiers.figures import DirectoryFigures
 
 
 def full_stats(engines: int) -> Stats:
     """A daemon with many engines, long names and large numbers."""
     memory = report(SegmentNow, tenant="a" * 40, capacity_bytes=1 << 40, free_bytes=1 << 33)
-    directory = report(SsdDirectory, path="/mnt/" + "d" * 60, capacity_bytes=1 << 43)
+    directory = report(DirectoryFigures, path="/mnt/" + "d" * 60, capacity_bytes=1 << 43)
     event = Event(1, 0.0, 0.0, "eviction", "space", "s" * 90, 123_456_789)
     return stats(
         version="0.1.0",

@@ -167,7 +167,6 @@ def test_counters_start_at_zero_and_rise() -> None:
         ("lookups", -1, ""),
         ("lookups", 1, "label"),
         ("refusals", 1, ""),
-        ("refusals", 1, "because"),
         ("evicted_blocks", 1, "Not A Word"),
         ("evicted_blocks", 1, "x" * 49),
     ],

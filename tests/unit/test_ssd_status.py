@@ -14,6 +14,7 @@ from support.memory_places import mounted
 from support.tiers import LENGTH, SEGMENT_BYTES, Arena, Desk, NoDirect, family, settings
 
 from kvhearth_server.tiers.base import Done, Throttled
+from kvhearth_server.tiers.figures import DirectoryFigures
 from kvhearth_server.tiers.ssd import files
 from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import WORDS
@@ -47,10 +48,15 @@ def ended(desk: Desk) -> None:
     tier.close()
 
 
+def findings(directory: DirectoryFigures) -> list[tuple[str, str]]:
+    """Words and sentences."""
+    return list(zip(directory.problems, directory.reasons, strict=True))
+
+
 def not_slow(desk: Desk) -> list[tuple[str, str]]:
     """Findings of the only directory, without those that depend on this machine's drive."""
     (found,) = figures(desk).directories
-    return [each for each in found.findings if each[0] != "slow"]
+    return [each for each in findings(found) if each[0] != "slow"]
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def test_figures(desk: Desk, tmp_path: Path) -> None:
     assert place.path == str(tmp_path / "one")
     assert place.file_bytes == sum(place.segments.values()) * (256 << 10) <= place.capacity_bytes
     assert place.segments["open"] >= 1
-    assert place.findings == ()
+    assert place.reasons == []
     assert not now.recovering
     assert now.count("stored_blocks") == 10
     assert now.count("loaded_blocks") == 4
@@ -182,9 +188,9 @@ def test_a_directory_that_cannot_be_used_is_shown(tmp_path: Path) -> None:
     bad = SsdDirectorySpec(tmp_path / "absent", reported.places[0].capacity_bytes)
     desk = a_tier(SsdSettings((*reported.places, bad), segment_bytes=reported.segment_bytes))
     good, unusable = figures(desk).directories
-    assert good.findings == ()
+    assert findings(good) == []
     assert (unusable.path, unusable.file_bytes) == (str(bad.path), 0)
-    ((word, sentence),) = unusable.findings
+    ((word, sentence),) = findings(unusable)
     assert word == "unusable"
     assert str(bad.path) in sentence
     assert desk.tier.health().reasons == (sentence,)
@@ -196,10 +202,10 @@ def test_findings_have_a_word(tmp_path: Path, files: Files, words: list[str]) ->
     reported = settings(tmp_path / "one", slow_s=600.0, stuck_s=600.0)
     desk = a_tier(reported, files=files)
     desk.store_all(range(2))
-    found = figures(desk).directories[0].findings
-    assert [word for word, _ in found] == words
+    (found,) = figures(desk).directories
+    assert found.problems == words
     assert set(words) <= WORDS
-    assert [sentence for _, sentence in found] == list(desk.tier.health().reasons)
+    assert found.reasons == list(desk.tier.health().reasons)
     ended(desk)
 
 
@@ -244,9 +250,9 @@ def test_why_there_is_no_other_segment(tmp_path: Path, code: int, word: str, rep
     if not code:
         (folder / "backup.tar").write_bytes(bytes(6 * SEGMENT_BYTES))
     desk.store_all(range(200))  # the existing segments are reused
-    findings = not_slow(desk)
-    assert [word for word, _ in findings] == [word]
-    assert f"{folder}: {reported}" in findings[0][1]
+    ((shown, sentence),) = not_slow(desk)
+    assert shown == word
+    assert f"{folder}: {reported}" in sentence
     tier.close()
 
 
@@ -260,7 +266,7 @@ def test_the_namespaces_have_room_of_their_own(tmp_path: Path) -> None:
     desk.rest()
     (found,) = figures(desk).directories
     assert found.file_bytes == 8 * SEGMENT_BYTES
-    assert "no_space" not in [word for word, _ in found.findings]
+    assert "no_space" not in found.problems
     ended(desk)
 
 

@@ -12,9 +12,8 @@ from support.core_kit import Rig, keys
 
 from kvhearth_server.core.removal import EVICTIONS
 from kvhearth_server.engine.watch import EVENTS_MAX, KINDS, OPEN_S, RATES, SAMPLES_MAX, Event, Watch
-from kvhearth_server.observability.counters import Counters
+from kvhearth_server.observability.counters import SLOW_S, CallTimings, Counters
 from kvhearth_server.observability.metrics import COUNTERS
-from kvhearth_server.observability.timings import SLOW_S, CallTimings
 from kvhearth_server.transport import web
 
 
@@ -54,7 +53,7 @@ def test_the_page_explains_reasons_that_there_are() -> None:
     explained = re.findall(r'"(\w+) (\w+)": "', page)
     words = {kind: set[str]() for kind in KINDS.values()} | {"eviction": set(EVICTIONS)}
     for name, kind in KINDS.items():
-        words[kind] |= COUNTERS[name].shown
+        words[kind] |= COUNTERS[name].words
     known = {(kind, word) for kind, found in words.items() for word in found}
     own = {("quarantine", "may_still_write"), ("engine", "attached"), ("engine", "gone")}
     assert explained

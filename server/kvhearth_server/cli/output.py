@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import TypeAdapter
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -40,7 +40,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def plain(report: Any) -> dict[str, Any]:
     """Return a report as JSON values."""
-    found: dict[str, Any] = dataclasses.asdict(report)
+    found: dict[str, Any] = TypeAdapter(type(report)).dump_python(report, mode="json")
     return found
 
 

@@ -32,7 +32,6 @@ from kvhearth_server.cli.output import (
     speed,
     table,
 )
-from kvhearth_server.cli.verbs import degradations
 from kvhearth_server.engine.snapshot import EngineNow, Stats
 from kvhearth_server.engine.watch import Event
 
@@ -132,8 +131,8 @@ def verdict(found: Stats) -> tuple[str, str]:
     damaged = [each for each in found.recent if each.kind in ("checksum", "bug")]
     if damaged:
         return "red", f"{damaged[-1].kind}: {damaged[-1].reason}; see kvhearth events"
-    if found.ssd is not None and (bad := degradations(found.ssd)):
-        return "yellow", f"SSD degraded: {bad[0]}"
+    if found.ssd is not None and found.ssd.reasons:
+        return "yellow", f"SSD degraded: {found.ssd.reasons[0]}"
     silent = [each for each in found.engines if each.attached and each.heartbeat_age_s > 60]
     if silent:
         age = duration(silent[0].heartbeat_age_s)

@@ -38,7 +38,8 @@ from kvhearth_server.cli.output import (
 )
 from kvhearth_server.config.value_types import parse_size
 from kvhearth_server.engine.miss_ratio import Curve
-from kvhearth_server.engine.snapshot import SsdStats, Stats
+from kvhearth_server.engine.snapshot import Stats
+from kvhearth_server.tiers.figures import TierFigures
 from kvhearth_server.transport import reports
 
 FEW_KEYS = 10_000
@@ -239,21 +240,14 @@ def _segments(found: Stats) -> Table:
     return table(*heads, right=heads[2:], rows=rows)
 
 
-def degradations(found: SsdStats) -> list[str]:
-    """Return the SSD tier's degradations, each as a sentence."""
-    by_directory = [reason for each in found.directories for reason in each.reasons]
-    return [*by_directory, *filter(None, [found.interface_broken])]
-
-
-def _ssd(found: SsdStats) -> Table:
+def _ssd(found: TierFigures) -> Table:
     """Return a table of the tier's content and activity."""
-    written, stored = found.counters.get("written_bytes", 0), found.counters.get("stored_bytes", 0)
-    reasons = degradations(found)
-    state = "degraded" if reasons else "healthy"
+    written, stored = found.count("written_bytes"), found.count("stored_bytes")
+    state = "degraded" if found.reasons else "healthy"
     if found.recovering:
         state += f", reading back {found.files_recovered} of {found.files_found} files"
     reads = "-"  # before the first read there are only assumptions
-    if found.counters.get("loaded_blocks", 0):
+    if found.count("loaded_blocks"):
         reads = f"{found.read_latency_s * 1e3:.2f} ms, {speed(found.read_bytes_per_s)}"
     per_byte = f", {written / stored:.2f} for each byte stored" if stored else ""
     rows = [
@@ -266,10 +260,10 @@ def _ssd(found: SsdStats) -> Table:
     ]
     if found.budget_left_bytes is not None:
         rows.append(("budget left", size(max(0, found.budget_left_bytes))))
-    return facts([*rows, *(("degraded", reason) for reason in reasons)])
+    return facts([*rows, *(("degraded", reason) for reason in found.reasons)])
 
 
-def _directories(found: SsdStats) -> Table:
+def _directories(found: TierFigures) -> Table:
     heads = ("directory", "files", "of", "used", "open", "sealed", "free")
     rows = []
     for each in found.directories:
@@ -279,7 +273,7 @@ def _directories(found: SsdStats) -> Table:
     return table(*heads, right=heads[1:], rows=rows)
 
 
-def _tenants(found: SsdStats) -> Table:
+def _tenants(found: TierFigures) -> Table:
     """Return a table with one row for each tenant's quota on SSD."""
     rows = [(one.tenant, size(one.used_bytes), size(one.quota_bytes)) for one in found.tenants]
     return table("tenant", "on SSD", "quota", right=("on SSD", "quota"), rows=rows)

@@ -59,9 +59,16 @@ from kvhearth_server.engine.watch import Watch
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
 from kvhearth_server.memory.shared_index import SharedIndex, open_shared_index
-from kvhearth_server.observability.counters import FALLBACK, Counters, Reported
+from kvhearth_server.observability.counters import (
+    AGE_BOUNDS,
+    FALLBACK,
+    CallTimings,
+    Counters,
+    Histogram,
+    Reported,
+    TickClock,
+)
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.observability.timings import AGE_BOUNDS, CallTimings, Histogram, TickClock
 from kvhearth_server.tiers.base import Tier
 
 _log = get_logger("kvhearth.engine")

@@ -5,11 +5,9 @@ the command line, and what only metrics show.
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
@@ -17,12 +15,10 @@ from kvhearth.version import __version__
 from kvhearth_server.core.groups import Group
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.miss_ratio import Curve
-from kvhearth_server.engine.namespace_series import OTHER, NamespaceNow
-from kvhearth_server.engine.tiering.manager import Tiering
+from kvhearth_server.engine.namespace_series import NAMESPACE_DIGITS, OTHER, NamespaceNow
 from kvhearth_server.engine.watch import Event
-from kvhearth_server.observability.counters import FALLBACK
-from kvhearth_server.observability.timings import CallTimings, Histogram
-from kvhearth_server.tiers.figures import RemoteFigures, TenantFigures, TierFigures
+from kvhearth_server.observability.counters import FALLBACK, CallTimings, Histogram
+from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 ENGINES_SHOWN_MAX = 64
 """Upper bound on engines listed separately; the others are summed up as one."""
@@ -87,44 +83,6 @@ class EngineNow:
 
 
 @dataclass(frozen=True)
-class SsdDirectory:
-    """One directory of the SSD tier."""
-
-    path: str
-    capacity_bytes: int
-    file_bytes: Annotated[int, Field(description="Size of its segment files.")]
-    segments: Annotated[dict[str, int], Field(description="Segment files by state.")]
-    reasons: Annotated[list[str], Field(description="What is not as it should be.")]
-
-
-@dataclass(frozen=True)
-class SsdStats:
-    """The SSD tier; counters since the start, by name."""
-
-    interface: Annotated[str, Field(description="Kernel interface that disk I/O goes through.")]
-    interface_broken: Annotated[str, Field(description="What is wrong with it; empty for nothing.")]
-    directories: list[SsdDirectory]
-    tenants: Annotated[list[TenantFigures], Field(description="Segment files, and quotas.")]
-    blocks: Annotated[int, Field(description="What can be loaded.")]
-    live_bytes: Annotated[int, Field(description="Payload of it.")]
-    recovering: Annotated[bool, Field(description="The log of an earlier run is being read back.")]
-    files_found: int
-    files_recovered: int
-    demoting_blocks: Annotated[
-        int, Field(description="They wait to be written, or are being written.")
-    ]
-    promoting_blocks: Annotated[int, Field(description="They are being loaded.")]
-    queued_reads: int
-    queued_writes: int
-    read_latency_s: float
-    read_bytes_per_s: float
-    budget_left_bytes: Annotated[
-        int | None, Field(description="Of the daily budget; null without one.")
-    ]
-    counters: dict[str, int]
-
-
-@dataclass(frozen=True)
 class Stats:
     """Statistics of the daemon; counters since its start, by name."""
 
@@ -142,7 +100,7 @@ class Stats:
     namespaces: int
     adopt_s: float
     segments: list[SegmentNow]
-    ssd: Annotated[SsdStats | None, Field(description="Null without an SSD tier.")]
+    ssd: Annotated[TierFigures | None, Field(description="Null without an SSD tier.")]
     counters: dict[str, int]
     client_counters: Annotated[dict[str, int], Field(description="What clients told, summed.")]
     busiest_namespaces: Annotated[
@@ -163,33 +121,19 @@ class Stats:
 @dataclass(frozen=True)
 class Snapshot(Stats):
     """Statistics, and what only metrics show. ``counts``, ``timings`` and ``eviction_ages`` are the
-    daemon's own objects, to be read at once; ``tier`` is the SSD tier, if there is one, and
-    ``promotion_s`` has the times of its batches of promotions.
+    daemon's own objects, to be read at once.
     """
 
     doors_shut: int
-    counts: Mapping[tuple[str, str], int]
+    counts: Mapping[str, Mapping[str, int]]
     timings: CallTimings
     eviction_ages: Histogram
-    tier: TierFigures | None
-    promotion_s: Histogram | None
     remote: RemoteFigures | None
     publishing_blocks: int
 
     def count(self, name: str) -> int:
         """Return one counter, summed over its label values."""
-        return sum(self.labelled(name).values())
-
-    def labelled(self, name: str) -> Mapping[str, int]:
-        """Return one counter by its label's values, "" for a counter without a label."""
-        return self._by_name.get(name, {})
-
-    @functools.cached_property
-    def _by_name(self) -> dict[str, dict[str, int]]:
-        found: dict[str, dict[str, int]] = {}
-        for (name, label), count in self.counts.items():
-            found.setdefault(name, {})[label] = count
-        return found
+        return sum(self.counts[name].values())
 
 
 _STATS = TypeAdapter(Stats)
@@ -204,10 +148,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
     """Take a snapshot of the engine; call on its loop."""
     state, now = engine.core.state, engine.now()
     groups = list(state.groups)
-    # Leases are in the order in which they were granted.
-    oldest = [next(iter(group.leased_at.values())) for group in groups if group.leased_at]
     attached, tiering = state.groups.sessions, engine.tiering
-    tier = None if tiering is None else tiering.tier.figures()
     return Snapshot(
         version=__version__,
         boot_id=engine.boot_id,
@@ -219,15 +160,13 @@ def take_snapshot(engine: Engine) -> Snapshot:
         namespaces=len(state.namespaces),
         blocks=len(state.index),
         leases=sum(len(group.leases) for group in groups),
-        oldest_lease_s=max(0.0, now - min(oldest)) if oldest else 0.0,
+        oldest_lease_s=_oldest_lease_s(groups, now),
         pins=len(engine.core.pinning),
         sessions=attached,
         sessions_leaving=len(engine.sessions) - attached,
         groups=len(groups),
         adopt_s=engine.adopt_s,
-        ssd=None if tiering is None or tier is None else _ssd(tiering, tier),
-        tier=tier,
-        promotion_s=None if tier is None or tiering is None else tiering.promotion_seconds,
+        ssd=None if tiering is None else tiering.figures(),
         counters=engine.counters.snapshot(),
         counts=engine.counters.values(),
         client_counters=dict(engine.reported.totals),
@@ -240,27 +179,6 @@ def take_snapshot(engine: Engine) -> Snapshot:
         remote=None if tiering is None else tiering.tier.remote_figures(),
         publishing_blocks=engine.core.publishing.waiting,
     )
-
-
-def _ssd(tiering: Tiering, tier: TierFigures) -> SsdStats:
-    directories = [
-        SsdDirectory(
-            each.path,
-            each.capacity_bytes,
-            each.file_bytes,
-            dict(each.segments),
-            [reason for _, reason in each.findings],
-        )
-        for each in tier.directories
-    ]
-    own: dict[str, Any] = {
-        "directories": directories,
-        "demoting_blocks": tiering.writing,
-        "promoting_blocks": tiering.promoting,
-        "counters": dict(tier.counts),
-    }
-    names = {each.name for each in dataclasses.fields(SsdStats)} - own.keys()
-    return SsdStats(**own, **{name: getattr(tier, name) for name in names})
 
 
 def _segments(engine: Engine) -> list[SegmentNow]:
@@ -295,61 +213,47 @@ def _segments(engine: Engine) -> list[SegmentNow]:
 
 def _engines(engine: Engine) -> list[EngineNow]:
     """Return the oldest engines by name and the rest as one; incarnations of one engine are one."""
-    found = dict[tuple[str, str], EngineNow]()
-    groups = sorted(engine.core.state.groups, key=lambda group: group.number)
-    for group in groups:
+    found = dict[tuple[str, str], list[Group]]()
+    for group in sorted(engine.core.state.groups, key=lambda group: group.number):
         place = (group.tenant, group.engine_id)
         if place not in found and len(found) >= ENGINES_SHOWN_MAX:
             place = ("", OTHER)
-        now = _engine(engine, group, *place)
-        found[place] = _joined(found[place], now) if place in found else now
-    return list(found.values())
+        found.setdefault(place, []).append(group)
+    return [_engine(engine, groups, *place) for place, groups in found.items()]
 
 
-def _engine(engine: Engine, group: Group, tenant: str, name: str) -> EngineNow:
-    attached, now = group.attached, engine.now()
-    records = [engine.sessions.find(member.session) for member in attached]
-    silent = [now - record.heard_at for record in records if record is not None]
+def _engine(engine: Engine, groups: list[Group], tenant: str, name: str) -> EngineNow:
+    """Return groups as one engine: sums of what they hold, the worst of their ages."""
+    attached, now, last = [group.attached for group in groups], engine.now(), groups[-1]
+    sessions = [member.session for members in attached for member in members]
+    records = [engine.sessions.find(session) for session in sessions]
     sums = collections.Counter[str]()
-    for member in attached:
-        for counter, value in engine.reported.of(member.session).items():
+    for session in sessions:
+        for counter, value in engine.reported.of(session).items():
             sums["fallbacks" if counter.startswith(FALLBACK) else counter] += value
-    space = engine.core.state.namespaces.find_number(group.namespace)
+    space = engine.core.state.namespaces.find_number(last.namespace)
     return EngineNow(
         engine_id=name,
         tenant=tenant,
-        namespace="" if space is None else space.digest.hex()[:12],
-        incarnation=group.incarnation,
-        ranks=len({member.rank for member in attached if member.rank >= 0}),
-        world_size=group.world_size,
-        attached=len(attached),
-        leases=len(group.leases),
-        oldest_lease_s=now - next(iter(group.leased_at.values())) if group.leased_at else 0.0,
-        reserved_bytes=group.stock_bytes,
-        quarantined_bytes=group.quarantined_bytes,
-        heartbeat_age_s=max(silent, default=0.0),
-        asked_tokens=group.asked_tokens,
-        hit_tokens=group.hit_tokens,
-        **{each: sums[each] for each in _REPORTED},
+        namespace="" if space is None else space.digest.hex()[:NAMESPACE_DIGITS],
+        incarnation=max(group.incarnation for group in groups),
+        ranks=sum(len({m.rank for m in members if m.rank >= 0}) for members in attached),
+        world_size=last.world_size,
+        attached=len(sessions),
+        leases=sum(len(group.leases) for group in groups),
+        oldest_lease_s=_oldest_lease_s(groups, now),
+        reserved_bytes=sum(group.stock_bytes for group in groups),
+        quarantined_bytes=sum(group.quarantined_bytes for group in groups),
+        heartbeat_age_s=max((now - each.heard_at for each in records if each), default=0.0),
+        load_bytes=sums["load_bytes"],
+        store_bytes=sums["store_bytes"],
+        asked_tokens=sum(group.asked_tokens for group in groups),
+        hit_tokens=sum(group.hit_tokens for group in groups),
+        fallbacks=sums["fallbacks"],
     )
 
 
-_REPORTED = ("load_bytes", "store_bytes", "fallbacks")
-_WORST = ("oldest_lease_s", "heartbeat_age_s", "incarnation")
-_SUMS = (
-    *_REPORTED,
-    "asked_tokens",
-    "hit_tokens",
-    "ranks",
-    "attached",
-    "leases",
-    "reserved_bytes",
-    "quarantined_bytes",
-)
-
-
-def _joined(one: EngineNow, other: EngineNow) -> EngineNow:
-    """Return two engines as one: sums of what they hold, the worst of their ages."""
-    sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMS}
-    worst = {name: max(getattr(one, name), getattr(other, name)) for name in _WORST}
-    return dataclasses.replace(other, **sums, **worst)
+def _oldest_lease_s(groups: list[Group], now: float) -> float:
+    # A group's leases are in the order in which they were granted.
+    oldest = [next(iter(group.leased_at.values())) for group in groups if group.leased_at]
+    return max(0.0, now - min(oldest)) if oldest else 0.0

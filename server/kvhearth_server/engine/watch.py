@@ -76,20 +76,6 @@ class Event:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Counts of the time since the sample before it; ``counts`` in the order of ``RATES``.
-
-    Attributes:
-        at: Unix time in seconds.
-        span_s: time that it covers.
-    """
-
-    at: float
-    span_s: float
-    counts: tuple[int, ...]
-
-
 class Watch:
     """Looks at the daemon once a second; what it keeps is bounded, whatever happens.
 
@@ -101,7 +87,8 @@ class Watch:
     def __init__(self, engine: Engine, wall: Callable[[], float] = time.time) -> None:
         self._engine = engine
         self._wall = wall
-        self.samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+        self.samples: deque[tuple[float, ...]] = deque(maxlen=SAMPLES_MAX)
+        """Unix time in seconds, time since the sample before, counts in the order of ``RATES``."""
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self.namespaces = NamespaceSeries()
         self._number = 0
@@ -125,22 +112,23 @@ class Watch:
         """Return the counts per second of the last sample, by counter; none before the first."""
         if not self.samples:
             return {}
-        last = self.samples[-1]
-        return {name: n / last.span_s for name, n in zip(RATES, last.counts, strict=True)}
+        _, span_s, *counts = self.samples[-1]
+        return {name: n / span_s for name, n in zip(RATES, counts, strict=True)}
 
     def look(self) -> None:
         """Take a sample, and note what happened since the last look."""
         now, counts = self._engine.now(), self._engine.counters.values()
         sums = dict.fromkeys(RATES, 0)
-        for place, total in counts.items():
-            rise = total - self._counts.get(place, 0)
-            if rise and place[0] in sums:
-                sums[place[0]] += rise
-            if rise and (kind := KINDS.get(place[0])):
-                self._note(kind, place[1], "", rise)
+        for name, labels in counts.items():
+            for label, total in labels.items():
+                rise = total - self._counts[name].get(label, 0)
+                if rise and name in sums:
+                    sums[name] += rise
+                if rise and (kind := KINDS.get(name)):
+                    self._note(kind, label, "", rise)
         span_s, self._last_at = max(now - self._last_at, 1e-3), now
         self._counts = counts
-        self.samples.append(Sample(self._wall(), span_s, tuple(sums.values())))
+        self.samples.append((round(self._wall(), 1), round(span_s, 3), *sums.values()))
         self._note_evictions()
         self._note_engines()
         slow = self._engine.timings.slow

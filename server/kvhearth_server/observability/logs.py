@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, MutableMapping
-from types import TracebackType
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -254,32 +253,26 @@ class StartBar:
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
-        self._bar = Progress(console=Console(stderr=True), transient=True)
-        self._shown = sys.stderr.isatty()
+        self._bar = Progress(
+            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        )
         self._tasks: dict[str, TaskID] = {}
         self._log_stream: TextIO | None = None
 
     def __enter__(self) -> StartBar:
-        if self._shown:
-            self._bar.start()
+        self._bar.start()
+        if not self._bar.disable:
             self._log_stream = redirect(sys.stderr)
         return self
 
     def note(self, what: str, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` of ``what`` are there."""
-        if not self._shown:
-            return
         if what not in self._tasks:
             self._tasks[what] = self._bar.add_task(f"{self._doing} {what}", total=total)
         self._bar.update(self._tasks[what], completed=done)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._shown:
+    def __exit__(self, *_: object) -> None:
+        if not self._bar.disable:  # rich 13.8 ends a line that it did not begin
             self._bar.stop()
         if self._log_stream is not None:
             redirect(self._log_stream)

@@ -1,29 +1,26 @@
-"""Figures of tiers at one moment, for metrics and status pages."""
+"""Figures of tiers at one moment, for metrics, ``/v1/stats`` and the verbs that read it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from kvhearth_server.observability.timings import Histogram
+from pydantic import Field
+
+from kvhearth_server.observability.counters import Histogram
 
 
 @dataclass(frozen=True)
 class DirectoryFigures:
-    """Figures of one directory.
-
-    Attributes:
-        capacity_bytes: most bytes that it may use.
-        file_bytes: length of its segment files, which are allocated in whole.
-        segments: number of files by state.
-        findings: current problems: a word of the tier's, and a sentence.
-    """
+    """One directory of the SSD tier."""
 
     path: str
-    capacity_bytes: int
-    file_bytes: int
-    segments: Mapping[str, int]
-    findings: tuple[tuple[str, str], ...]
+    capacity_bytes: Annotated[int, Field(description="Most bytes that it may use.")]
+    file_bytes: Annotated[int, Field(description="Size of its segment files.")]
+    segments: Annotated[dict[str, int], Field(description="Segment files by state.")]
+    problems: Annotated[list[str], Field(description="A word for each of the reasons.")]
+    reasons: Annotated[list[str], Field(description="What is not as it should be.")]
 
 
 @dataclass(frozen=True)
@@ -37,41 +34,40 @@ class TenantFigures:
 
 @dataclass(frozen=True)
 class TierFigures:
-    """Figures of a tier of files at one moment.
+    """The SSD tier; counters since the start, by name."""
 
-    Attributes:
-        interface_broken: problem of the disk interface; empty for none.
-        directories: all of them; those that could not be opened have no files.
-        tenants: those that have a quota.
-        blocks, live_bytes: loadable blocks and their payload.
-        files_found, files_recovered: segment files at the start; those read back so far.
-        locked_files: files that requests of a dead daemon may still hold.
-        queued_reads, queued_writes: requests that wait or run.
-        running_requests: requests in the kernel.
-        read_latency_s, read_bytes_per_s: moving averages.
-        budget_left_bytes: bytes that may be written now; None without a budget.
-        counts: the tier's counters since the start, by name.
-        io_seconds: time of requests in the kernel and on the drives, by direction: read, write.
-    """
-
-    interface: str
-    interface_broken: str
-    directories: list[DirectoryFigures]
-    tenants: list[TenantFigures]
-    blocks: int
-    live_bytes: int
-    recovering: bool
-    files_found: int
+    interface: Annotated[str, Field(description="Kernel interface that disk I/O goes through.")]
+    interface_broken: Annotated[str, Field(description="What is wrong with it; empty for nothing.")]
+    directories: Annotated[
+        list[DirectoryFigures],
+        Field(description="Those that could not be opened have no files."),
+    ]
+    tenants: Annotated[list[TenantFigures], Field(description="Those that have a quota.")]
+    blocks: Annotated[int, Field(description="What can be loaded.")]
+    live_bytes: Annotated[int, Field(description="Payload of it.")]
+    recovering: Annotated[bool, Field(description="The log of an earlier run is being read back.")]
+    files_found: Annotated[int, Field(description="Segment files at the start.")]
     files_recovered: int
-    locked_files: int
-    queued_reads: int
+    locked_files: Annotated[
+        int, Field(description="Files that requests of a dead daemon may still hold.")
+    ]
+    queued_reads: Annotated[int, Field(description="Requests that wait or run.")]
     queued_writes: int
-    running_requests: int
-    read_latency_s: float
+    running_requests: Annotated[int, Field(description="Requests in the kernel.")]
+    read_latency_s: Annotated[float, Field(description="Moving average.")]
     read_bytes_per_s: float
-    budget_left_bytes: int | None
-    counts: Mapping[str, int]
-    io_seconds: Mapping[str, Histogram] = field(default_factory=dict)
+    budget_left_bytes: Annotated[
+        int | None, Field(description="Of the daily budget; null without one.")
+    ]
+    counters: dict[str, int]
+    demoting_blocks: Annotated[
+        int, Field(description="They wait to be written, or are being written.")
+    ] = 0
+    promoting_blocks: Annotated[int, Field(description="They are being loaded.")] = 0
+    io_seconds: Annotated[dict[str, Histogram], Field(exclude=True)] = field(default_factory=dict)
+    """Time of requests in the kernel and on the drives, by direction: read, write."""
+    promotion_seconds: Annotated[Histogram | None, Field(exclude=True)] = None
+    """Times of batches of promotions, from their begin to their end."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -86,12 +82,12 @@ class TierFigures:
     @property
     def reasons(self) -> list[str]:
         """All current problems, for people."""
-        message = [sentence for each in self.directories for _, sentence in each.findings]
-        return [*message, *filter(None, [self.interface_broken])]
+        found = [reason for each in self.directories for reason in each.reasons]
+        return [*found, *filter(None, [self.interface_broken])]
 
     def count(self, name: str) -> int:
         """Return a counter of the tier; 0 where nothing was counted."""
-        return self.counts.get(name, 0)
+        return self.counters.get(name, 0)
 
 
 @dataclass(frozen=True)
@@ -105,11 +101,10 @@ class RemoteFigures:
         mover_up: whether its helper process runs.
         mover_restarts: helper processes that were started again.
         staging_bytes, staging_free_bytes: size of the staging memory, and what of it is free.
-        cache_entries, cache_entries_max: entries of the existence cache.
+        cache_entries: entries of the existence cache.
         asking: bisections under way.
         reading, writing: batches under way.
-        round_trip_s, read_bytes_per_s: moving averages.
-        counts: the tier's counters since the start, and the mover's as ``mover_NAME``.
+        counters: the tier's counters since the start, and the mover's as ``mover_NAME``.
         seconds: time of requests by kind.
     """
 
@@ -121,15 +116,12 @@ class RemoteFigures:
     staging_bytes: int
     staging_free_bytes: int
     cache_entries: int
-    cache_entries_max: int
     asking: int
     reading: int
     writing: int
-    round_trip_s: float
-    read_bytes_per_s: float
-    counts: Mapping[str, int]
+    counters: Mapping[str, int]
     seconds: Mapping[str, float]
 
     def count(self, name: str) -> int:
         """Return a counter; 0 where nothing was counted."""
-        return self.counts.get(name, 0)
+        return self.counters.get(name, 0)

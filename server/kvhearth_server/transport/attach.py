@@ -30,11 +30,11 @@ from kvhearth_server.engine.engine import Attached, Engine
 from kvhearth_server.engine.sessions import Peer
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
-from kvhearth_server.observability.metrics.gateway import GATEWAY_COUNTERS
+from kvhearth_server.observability.metrics.service import GATEWAY_COUNTERS
 from kvhearth_server.ownership import listening
 from kvhearth_server.transport.accepting import accept_forever
 from kvhearth_server.transport.messages import plain_error, plain_text
-from kvhearth_server.transport.reports import named
+from kvhearth_server.transport.operators import named
 
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
@@ -162,7 +162,7 @@ def _is_count(row: object) -> bool:
     known = GATEWAY_COUNTERS.get(name)
     if known is None or not 0 <= count < 1 << 53:
         return False
-    return label in known.only if known.label else not label
+    return label in known.words if known.label else not label
 
 
 def not_allowed(uid: int) -> KVHearthError:

@@ -44,7 +44,7 @@ from kvhearth_server.transport.messages import (
     plain_error,
     slots_items,
 )
-from kvhearth_server.transport.reports import bumped, check_label
+from kvhearth_server.transport.operators import bumped, check_label
 
 EVICTED_PER_TURN_MAX = 24
 """Blocks that a reservation evicts before others have their turn: about a millisecond."""

@@ -1,114 +1,44 @@
-"""Reports for operators and their actions: plain dataclasses that HTTP answers as JSON and the CLI
-reads back. Their docstrings and descriptions are OpenAPI's.
+"""Reports for operators: plain dataclasses that HTTP answers as JSON and the CLI reads back. Their
+docstrings and descriptions are OpenAPI's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from kvhearth.contract import KEY_BYTES_MAX, KEY_BYTES_MIN, Contract, namespace_digest
-from kvhearth.errors import KVHearthError, Reason
+from kvhearth.errors import Reason
 from kvhearth.model import Tier
 from kvhearth.version import PROTOCOL_VERSION, __version__
-from kvhearth_server.core.inspection import held_by_groups, places
+from kvhearth_server.core.namespaces import Namespace as CoreNamespace
+from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import require
-from kvhearth_server.engine import operations
 from kvhearth_server.engine.engine import Engine
-from kvhearth_server.engine.operations import Where
-from kvhearth_server.engine.sessions import Session as SessionRecord
-from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.transport.messages import plain_text
 
-_NAME_CHARS = 64
-_log = get_logger("kvhearth.admin")
-_refusals = LimitedLog(_log)
-_BUMPS_A_SECOND = 16
-LABEL_BYTES_MAX = 256
-_bumps = LimitedLog(get_logger("kvhearth.audit"), Throttle(burst=_BUMPS_A_SECOND))
-
-
-operator: ContextVar[str] = ContextVar("operator", default="")
-"""Name of the identity behind a request; "" for the daemon's own tokens."""
-
-
-@contextlib.contextmanager
-def audited(verb: str, peer: str, **fields: object) -> Iterator[dict[str, object]]:
-    """Log ``admin.VERB`` when the block ends, with its result: done, cancelled (the operator hung
-    up), failed, or the reason of a refusal.
-
-    Args:
-        peer: the requester, as far as the transport knows it.
-        fields: parameters of the action; the block may add results to the dict that it receives.
-    """
-    details = {
-        name: plain_text(v, _NAME_CHARS) if isinstance(v, str) else v for name, v in fields.items()
-    }
-    result = "failed"
-    try:
-        yield details
-        result = "done"
-    except KVHearthError as error:
-        result = str(error.reason)
-        raise
-    except asyncio.CancelledError:
-        result = "cancelled"
-        raise
-    finally:
-        say = _log.info if result == "done" else _log.warning
-        by = named(operator.get())
-        say(f"admin.{verb}", result=result, peer=peer, **by, **details)
-
-
-def check_label(label: str | None) -> None:
-    """Refuse names of weights that no log could show.
-
-    Raises:
-        KVHearthError: ``bad_message``.
-    """
-    good = label is None or (len(label.encode()) <= LABEL_BYTES_MAX and label.isprintable())
-    require(good, Reason.BAD_MESSAGE, f"a label is printable, of at most {LABEL_BYTES_MAX} bytes")
-
-
-def bumped(record: SessionRecord, epoch: int) -> None:
-    """Log that an engine's process raised its namespace's weights epoch, which voids all blocks."""
-    peer = record.peer
-    _bumps.warning(
-        "engine.bumped",
-        kind=record.tenant,
-        session=record.number,
-        uid=peer.uid,
-        pid=peer.pid,
-        tenant=record.tenant,
-        epoch=epoch,
-        **named(record.identity),
-    )
-
-
-def named(identity: str) -> dict[str, str]:
-    """Return the log's field for the remote identity behind a session; none if it is local."""
-    return {"identity": plain_text(identity, _NAME_CHARS)} if identity else {}
-
-
-def refused(peer: str) -> None:
-    """Log a request without the admin token, once a second at most."""
-    _refusals.warning("admin.refused", kind="http", peer=peer, result="not_admin")
+LEASES_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
-class Version:
+class Report:
+    """What a daemon says."""
+
+    boot_id: Annotated[str, Field(description="A new one for each start of the daemon.")]
+
+
+@dataclass(frozen=True)
+class Version(Report):
     """Versions of the running daemon."""
 
     version: str
     protocol: int
-    boot_id: Annotated[str, Field(description="A new one for each start of the daemon.")]
 
 
 @dataclass(frozen=True)
@@ -128,10 +58,9 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Sessions:
+class Sessions(Report):
     """All sessions."""
 
-    boot_id: str
     sessions: list[Session]
 
 
@@ -154,10 +83,9 @@ class Namespace:
 
 
 @dataclass(frozen=True)
-class Namespaces:
+class Namespaces(Report):
     """All namespaces."""
 
-    boot_id: str
     namespaces: list[Namespace]
 
 
@@ -176,10 +104,9 @@ class LeaseHolder:
 
 
 @dataclass(frozen=True)
-class Leases:
+class Leases(Report):
     """Groups that hold leases, the one with the oldest first."""
 
-    boot_id: str
     groups: list[LeaseHolder]
 
 
@@ -202,10 +129,9 @@ class KeyPlace:
 
 
 @dataclass(frozen=True)
-class KeyPlaces:
+class KeyPlaces(Report):
     """Where a key is: in which namespaces and KV groups, and whether it would be served."""
 
-    boot_id: str
     places: list[KeyPlace]
 
 
@@ -227,20 +153,18 @@ class NamespaceDifference:
 
 
 @dataclass(frozen=True)
-class ContractPlace:
+class ContractPlace(Report):
     """The namespace of a contract, and those of the tenant that are near it."""
 
-    boot_id: str
     namespace: str
     exists: bool
     nearest: list[NamespaceDifference]
 
 
 @dataclass(frozen=True)
-class Books:
+class Books(Report):
     """Whether a recount of everything agrees with the books."""
 
-    boot_id: str
     balanced: bool
     error: Annotated[
         str, Field(description="What disagrees, with both numbers; empty if nothing does.")
@@ -248,56 +172,55 @@ class Books:
 
 
 @dataclass(frozen=True)
-class Evicted:
+class Config(Report):
+    """The settings in effect; they name files of secrets and hold none."""
+
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evicted(Report):
     """Blocks that were removed."""
 
-    boot_id: str
     evicted_blocks: Annotated[int, Field(description="From memory.")]
     ssd_blocks: Annotated[int, Field(description="From SSD.")]
 
 
 @dataclass(frozen=True)
-class Bumped:
+class Bumped(Report):
     """The weights epoch from now on."""
 
-    boot_id: str
     epoch: int
 
 
 @dataclass(frozen=True)
-class Drained:
+class Drained(Report):
     """The daemon accepts no more stores and attaches."""
 
-    boot_id: str
     draining: bool
 
 
 @dataclass(frozen=True)
-class Reload:
+class Reload(Report):
     """Settings that changed when they were read again."""
 
-    boot_id: str
     changed: Annotated[list[str], Field(description="They hold now.")]
     needs_restart: Annotated[list[str], Field(description="They hold after a restart only.")]
 
 
 def version(engine: Engine) -> Version:
     """Return the versions of the running daemon."""
-    return Version(__version__, PROTOCOL_VERSION, engine.boot_id)
+    return Version(engine.boot_id, __version__, PROTOCOL_VERSION)
 
 
 def sessions(engine: Engine) -> Sessions:
     """Return every member of every group."""
-    return Sessions(engine.boot_id, list(each_session(engine)))
-
-
-def each_session(engine: Engine) -> Iterator[Session]:
-    """Yield every member of every group; the loop may turn in between."""
-    digests = _digests(engine)
-    for group in list(engine.core.state.groups):
-        for member in list(group.members.values()):
-            record = engine.sessions.find(member.session)
-            yield Session(
+    digests, state = _digests(engine), engine.core.state
+    members = [(group, member) for group in state.groups for member in group.members.values()]
+    return Sessions(
+        engine.boot_id,
+        [
+            Session(
                 session=member.session,
                 tenant=group.tenant,
                 engine_id=group.engine_id,
@@ -305,58 +228,70 @@ def each_session(engine: Engine) -> Iterator[Session]:
                 scheduler=member.scheduler,
                 rank=member.rank,
                 world_size=group.world_size,
-                pid=record.peer.pid if record else 0,
+                pid=record.peer.pid if (record := engine.sessions.find(member.session)) else 0,
                 namespace=digests.get(group.namespace, ""),
                 state=str(member.state),
             )
+            for group, member in members
+        ],
+    )
 
 
 def namespaces(engine: Engine) -> Namespaces:
     """Return every namespace with its contract."""
-    return Namespaces(engine.boot_id, list(each_namespace(engine)))
-
-
-def each_namespace(engine: Engine) -> Iterator[Namespace]:
-    """Yield every namespace with its contract; the loop may turn in between."""
-    for space in engine.core.state.namespaces:
-        yield Namespace(
-            namespace=space.digest.hex(),
-            tenant=space.tenant,
-            model=space.model,
-            contract=json.loads(space.contract.to_json()),
-            epoch=space.epoch,
-            blocks=space.blocks,
-            used_bytes=space.used_bytes,
-            quota_bytes=space.quota_bytes,
-            engines=space.groups,
-            ended=space.number in engine.core.state.namespaces.ended,
-        )
+    known = engine.core.state.namespaces
+    return Namespaces(
+        engine.boot_id,
+        [
+            Namespace(
+                namespace=space.digest.hex(),
+                tenant=space.tenant,
+                model=space.model,
+                contract=json.loads(space.contract.to_json()),
+                epoch=space.epoch,
+                blocks=space.blocks,
+                used_bytes=space.used_bytes,
+                quota_bytes=space.quota_bytes,
+                engines=space.groups,
+                ended=space.number in known.ended,
+            )
+            for space in known
+        ],
+    )
 
 
 async def leases(engine: Engine) -> Leases:
-    """Return the leases that each group's readers hold, the group with the oldest first."""
-    digests, found = _digests(engine), list[LeaseHolder]()
-    for held in held_by_groups(engine.core.state, engine.now()):
-        if held is None:
-            await asyncio.sleep(0)
+    """Return the leases that each group's readers hold, the group with the oldest first.
+
+    The loop turns after each ``LEASES_AT_ONCE`` leases; they may come and go meanwhile.
+    """
+    digests, table, found = _digests(engine), engine.core.state.table, list[LeaseHolder]()
+    for group in engine.core.state.groups:
+        if not group.leases:
             continue
-        found.append(
-            LeaseHolder(
-                tenant=held.group.tenant,
-                engine_id=held.group.engine_id,
-                incarnation=held.group.incarnation,
-                namespace=digests.get(held.group.namespace, ""),
-                leases=held.leases,
-                slots=held.slots,
-                bytes=held.bytes,
-                oldest_s=held.oldest_s,
-            )
+        oldest, sizes, total = min(group.leased_at.values()), list[int](), 0
+        for index, lease in enumerate(list(group.leases), 1):
+            if (slots := group.leases.get(lease)) is not None:
+                sizes.append(len(slots))
+                total += table.total_bytes(slots)
+            if index % LEASES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        holder = LeaseHolder(
+            tenant=group.tenant,
+            engine_id=group.engine_id,
+            incarnation=group.incarnation,
+            namespace=digests.get(group.namespace, ""),
+            leases=len(sizes),
+            slots=sum(sizes),
+            bytes=total,
+            oldest_s=max(0.0, engine.now() - oldest),
         )
+        found.append(holder)
     return Leases(engine.boot_id, sorted(found, key=lambda holder: -holder.oldest_s))
 
 
 def key_places(engine: Engine, key: bytes) -> KeyPlaces:
-    """Return the places of a key.
+    """Return the places of a key, those in memory first.
 
     Raises:
         KVHearthError: ``bad_keys`` if nothing of this length can be a key.
@@ -366,49 +301,55 @@ def key_places(engine: Engine, key: bytes) -> KeyPlaces:
         Reason.BAD_KEYS,
         f"a key has {KEY_BYTES_MIN}..{KEY_BYTES_MAX} bytes, this one has {len(key)}",
     )
-    in_memory = [
-        KeyPlace(
-            namespace=place.namespace.digest.hex(),
-            tenant=place.namespace.tenant,
-            kv_group=place.kv_group,
-            state=place.state.name.lower(),
-            tier=place.tier.name.lower(),
-            epoch=place.epoch,
-            namespace_epoch=place.namespace.epoch,
-            shard_bytes=place.shard_bytes,
-            shards=place.shards,
-            why_not=place.why_not,
-            leases=place.leases,
-            pins=place.pins,
-        )
-        for place in places(engine.core.state, key)
+    found = [
+        place
+        for space in sorted(engine.core.state.namespaces, key=lambda space: space.number)
+        for kv_group in range(len(space.contract.groups))
+        for place in _places(engine, space, kv_group, key)
     ]
-    return KeyPlaces(engine.boot_id, [*in_memory, *_on_ssd(engine, key)])
+    return KeyPlaces(engine.boot_id, sorted(found, key=lambda place: place.state == _SAVED))
 
 
-def _on_ssd(engine: Engine, key: bytes) -> Iterator[KeyPlace]:
-    """Yield the key's blocks on SSD, in every namespace and KV group."""
-    state, tiering = engine.core.state, engine.tiering
-    for namespace in state.namespaces if tiering is not None else ():
-        for kv_group, spec in enumerate(namespace.contract.groups):
-            assert tiering is not None
-            if not tiering.present(namespace, kv_group, [key])[0]:
-                continue
-            here = int(state.index.find(namespace.number, kv_group, [key])[0]) >= 0
-            yield KeyPlace(
-                namespace=namespace.digest.hex(),
-                tenant=namespace.tenant,
-                kv_group=kv_group,
-                state="saved",
-                tier=Tier.SSD.name.lower(),
-                epoch=namespace.epoch,
-                namespace_epoch=namespace.epoch,
-                shard_bytes=spec.page_bytes,
-                shards=spec.shards,
-                why_not=_IN_MEMORY_TOO if here else _SSD_ONLY,
-            )
+def _places(engine: Engine, space: CoreNamespace, kv_group: int, key: bytes) -> Iterator[KeyPlace]:
+    """Yield a key's block of one namespace and KV group: in memory, on SSD, both or none."""
+    state, tiering, spec = engine.core.state, engine.tiering, space.contract.groups[kv_group]
+    place = partial(
+        KeyPlace,
+        namespace=space.digest.hex(),
+        tenant=space.tenant,
+        kv_group=kv_group,
+        namespace_epoch=space.epoch,
+        shard_bytes=spec.page_bytes,
+        shards=spec.shards,
+    )
+    head = int(state.index.find(space.number, kv_group, [key])[0])
+    if head >= 0:
+        at, epoch = State(int(state.table.state[head])), int(state.table.epoch[head])
+        yield place(
+            state=at.name.lower(),
+            tier=Tier.DRAM.name.lower(),
+            epoch=epoch,
+            why_not=_why_not(at, epoch, space.epoch),
+            leases=int(state.table.refs[head]),
+            pins=int(state.table.pins[head]),
+        )
+    if tiering is not None and tiering.present(space, kv_group, [key])[0]:
+        why_not = _IN_MEMORY_TOO if head >= 0 else _SSD_ONLY
+        yield place(state=_SAVED, tier=Tier.SSD.name.lower(), epoch=space.epoch, why_not=why_not)
 
 
+def _why_not(state: State, epoch: int, current: int) -> str:
+    """Return why a block in memory is not served; empty if it is."""
+    if epoch != current:
+        return f"its weights epoch {epoch} is not the namespace's {current}: weights have changed"
+    if state is State.COMMITTED:
+        return "committed, its checksum is still being taken: ask again"
+    if state is not State.SUMMED:
+        return f"its slots are {state.name.lower()}, only summed ones are served"
+    return ""
+
+
+_SAVED = "saved"
 _SSD_ONLY = "it is on SSD only: a lookup with prefetch, or a prefetch, loads it first"
 _IN_MEMORY_TOO = "this is a copy: the block is served from memory"
 
@@ -439,73 +380,3 @@ def _digests(engine: Engine) -> dict[int, str]:
     made place for another one.
     """
     return {space.number: space.digest.hex() for space in engine.core.state.namespaces}
-
-
-_TIERS: Mapping[str | None, Where | None] = {
-    None: None,
-    "memory": "memory",
-    "ssd": "ssd",
-    "all": "all",
-}
-
-
-def _digest(namespace: str) -> bytes:
-    """Return the digest that an operator wrote.
-
-    Raises:
-        KVHearthError: ``unknown_namespace``.
-    """
-    try:
-        return bytes.fromhex(namespace)
-    except ValueError:
-        raise KVHearthError(
-            Reason.UNKNOWN_NAMESPACE, "a namespace is named by its 64 hex digits"
-        ) from None
-
-
-@dataclass(frozen=True)
-class Actions:
-    """Operators' actions, each with its line in the audit log.
-
-    Raises:
-        KVHearthError: as the functions of ``engine.operations``.
-    """
-
-    engine: Engine
-
-    async def evict(self, peer: str, namespace: str, keep_bytes: int, tier: str | None) -> Evicted:
-        """Remove blocks of a namespace, coldest first, down to ``keep_bytes``."""
-        asked = {"namespace": namespace, "keep_bytes": keep_bytes, "tier": tier}
-        with audited("evict", peer, **asked) as details:
-            require(tier in _TIERS, Reason.BAD_MESSAGE, f"there is no tier {tier}")
-            digest, where = _digest(namespace), _TIERS[tier]
-            removed = await operations.evict(self.engine, digest, keep_bytes, where)
-            details |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
-        return Evicted(self.engine.boot_id, removed.memory, removed.ssd)
-
-    async def forget(
-        self, peer: str, namespace: str, expected_epoch: int | None, label: str | None = None
-    ) -> Bumped:
-        """Make all blocks of a namespace invalid at once because its weights have changed;
-        ``label`` names the new ones at remotes.
-        """
-        named = {} if label is None else {"label": label}
-        with audited("forget", peer, namespace=namespace, **named) as details:
-            check_label(label)
-            digest = _digest(namespace)
-            epoch = await operations.forget(self.engine, digest, expected_epoch, label)
-            details["epoch"] = epoch
-        return Bumped(self.engine.boot_id, epoch)
-
-    async def reload(self, peer: str) -> Reload:
-        """Read the settings again and apply those that may change while serving."""
-        with audited("reload", peer) as details:
-            done = await self.engine.reload()
-            details |= {"changed": done.changed, "needs_restart": done.needs_restart}
-        return Reload(self.engine.boot_id, done.changed, done.needs_restart)
-
-    def drain(self, peer: str) -> Drained:
-        """Accept no more stores and attaches, as before a shutdown."""
-        with audited("drain", peer):
-            self.engine.drain()
-        return Drained(self.engine.boot_id, True)

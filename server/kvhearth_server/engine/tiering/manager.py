@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from kvhearth_server.engine.tiering.promotion import Promoter
 from kvhearth_server.engine.tiering.publishing import Publisher
 from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.observability.timings import Histogram
 from kvhearth_server.tiers.base import (
     REMOTE,
     BlockSpec,
@@ -33,6 +32,7 @@ from kvhearth_server.tiers.base import (
     Tier,
 )
 from kvhearth_server.tiers.chain import TierChain
+from kvhearth_server.tiers.figures import TierFigures
 
 LOOK_S = 0.25
 """Shortest time between two looks, in seconds."""
@@ -358,10 +358,15 @@ class Tiering:
         """Number of blocks that are being loaded."""
         return len(self._core.promotions)
 
-    @property
-    def promotion_seconds(self) -> Histogram:
-        """Times of batches of promotions, from their begin to their end."""
-        return self._promoter.seconds
+    def figures(self) -> TierFigures | None:
+        """Return the SSD tier's figures, with what is on its way; None without one."""
+        found = self.tier.figures()
+        return found and replace(
+            found,
+            demoting_blocks=self.writing,
+            promoting_blocks=self.promoting,
+            promotion_seconds=self._promoter.seconds,
+        )
 
     def _evicted(self, evicted: Evicted) -> None:
         """Record blocks that a tier dropped, to make room or because they could not be read."""

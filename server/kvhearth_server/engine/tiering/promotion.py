@@ -17,8 +17,8 @@ from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.promotion import Promotion, Requester
 from kvhearth_server.engine.tiering.naming import BlockNaming
+from kvhearth_server.observability.counters import SECONDS_BOUNDS, Histogram
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.observability.timings import SECONDS_BOUNDS, Histogram
 from kvhearth_server.tiers.base import (
     Completion,
     Corrupt,

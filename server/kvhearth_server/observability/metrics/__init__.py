@@ -1,4 +1,4 @@
-"""One table of all metrics and counters of the daemon: name, kind, labels, unit, meaning and use.
+"""One table of all metrics and counters of the daemon: name, kind, labels, meaning and use.
 
 They are read off a snapshot at each scrape; nothing here runs beside a request.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvhearth_server.observability.counters import Counter
-from kvhearth_server.observability.metrics.cache import CACHE
-from kvhearth_server.observability.metrics.gateway import GATEWAY
+from kvhearth_server.observability.metrics.cache import CACHE, OWNERS
 from kvhearth_server.observability.metrics.metric import Metric
-from kvhearth_server.observability.metrics.owners import OWNERS
-from kvhearth_server.observability.metrics.remote import REMOTE
-from kvhearth_server.observability.metrics.service import SERVICE
-from kvhearth_server.observability.metrics.ssd import SSD, TIERS
+from kvhearth_server.observability.metrics.service import GATEWAY, SERVICE
+from kvhearth_server.observability.metrics.tiers import REMOTE, SSD, TIERS
 
 __all__ = ["COUNTERS", "TABLE", "Metric"]
 

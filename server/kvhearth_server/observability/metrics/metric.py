@@ -1,28 +1,19 @@
-"""Definition of a metric, and readers that take its values off a snapshot."""
+"""Definition of a metric, and the sources whose fields and counts metrics show."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
-from kvhearth_server.engine.namespace_series import NamespaceNow
-from kvhearth_server.engine.snapshot import (
-    EngineNow,
-    SegmentNow,
-    Snapshot,
-)
-from kvhearth_server.observability.counters import Counter
-from kvhearth_server.observability.timings import Histogram
-from kvhearth_server.tiers.figures import TierFigures
+from kvhearth_server.engine.snapshot import Snapshot
+from kvhearth_server.observability.counters import Counter, Histogram
 
-Kind = Literal["counter", "gauge", "histogram"]
 Value = float | Histogram
 Samples = Iterable[tuple[tuple[str, ...], Value]]
 """Label values in the order of the metric's labels, and the value."""
-
-Read = Callable[[Snapshot], Samples]
 
 
 @dataclass(frozen=True)
@@ -36,54 +27,49 @@ class Metric:
         read: its samples in a snapshot.
         labels: names of its labels, each with few values.
         counters: the daemon's own counters that it shows; ``/v1/stats`` has them by their names.
-        unit: of one value; by default the last word of the name.
-        kind: Prometheus's name of its type; by default a counter if the name ends in ``_total``,
-            else a gauge.
+        histogram: whether its values are histograms.
     """
 
     name: str
     help: str
     use: str
-    read: Read
+    read: Callable[[Snapshot], Samples]
     labels: tuple[str, ...] = ()
     counters: tuple[Counter, ...] = ()
-    unit: str = ""
-    kind: Kind | Literal[""] = ""
+    histogram: bool = False
 
-    def __post_init__(self) -> None:
-        word = self.name.removesuffix("_total")
-        kind = "gauge" if word == self.name else "counter"
-        object.__setattr__(self, "unit", self.unit or word.rsplit("_", 1)[1])
-        object.__setattr__(self, "kind", self.kind or kind)
+    @property
+    def kind(self) -> str:
+        """Prometheus's name of its type."""
+        if self.histogram:
+            return "histogram"
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 def counter(
     name: str,
     help: str,
     use: str,
-    count: str,
     label: str = "",
-    only: Iterable[str] = (),
+    words: Iterable[str] = (),
     *,
-    usual: Iterable[str] = (),
-    unit: str = "",
+    count: str = "",
 ) -> Metric:
     """Return the row of one counter of the daemon and its metric.
 
     Args:
-        count: name of the counter, in the daemon and in ``/v1/stats``.
-        label, only, usual: see ``Counter``.
-        unit: see ``Metric``.
+        label, words: see ``Counter``.
+        count: name of the counter, in the daemon and in ``/v1/stats``; by default the metric's
+            without ``kvhearth_`` and ``_total``.
     """
-    counted = Counter(count, label, frozenset(only), frozenset(usual))
+    count = count or DAEMON.rest(name)
+    counted = Counter(count, label, frozenset(words))
 
     def read(now: Snapshot) -> Samples:
-        if not label:
-            return [((), now.count(count))]
-        found = now.labelled(count)
-        return [((value,), found.get(value, 0)) for value in sorted(counted.shown | found.keys())]
+        found = sorted(now.counts[count].items())
+        return [((value,) if label else (), n) for value, n in found]
 
-    return Metric(name, help, use, read, (label,) if label else (), (counted,), unit)
+    return Metric(name, help, use, read, (label,) if label else (), (counted,))
 
 
 def words(kinds: Iterable[enum.StrEnum]) -> frozenset[str]:
@@ -91,36 +77,104 @@ def words(kinds: Iterable[enum.StrEnum]) -> frozenset[str]:
     return frozenset(kind.value for kind in kinds)
 
 
-def one(get: Callable[[Snapshot], Value]) -> Read:
-    """Return a reader of one sample without labels."""
-    return lambda now: [((), get(now))]
+def refusals(usual: Mapping[str, Iterable[str]]) -> Callable[[Any], Samples]:
+    """Return what splits a tier's refusals by direction and reason.
+
+    Args:
+        usual: reasons by direction (store, load) that metrics show from the start.
+    """
+
+    def split(tier: Any) -> Samples:
+        for direction, reasons in usual.items():
+            prefix = f"{direction}s_refused_"
+            told = {name.removeprefix(prefix) for name in tier.counters if name.startswith(prefix)}
+            for reason in sorted(told.union(reasons)):
+                yield (direction, reason), tier.counters.get(prefix + reason, 0)
+
+    return split
 
 
-def of_segments(get: Callable[[SegmentNow], float]) -> Read:
-    """Return a reader of one sample for each tenant."""
-    return lambda now: [((each.tenant,), get(each)) for each in now.segments]
+@dataclass(frozen=True)
+class Source:
+    """Things of one kind in a snapshot, such as its segments; makes the rows of their metrics.
+
+    Args:
+        prefix: begin of the metrics' names; the rest is by default the name of what is shown.
+        find: returns the things, each with the values of ``labels``; none where there are none.
+        labels: names of the labels that tell the things apart.
+        counts: returns a thing's counters by name.
+    """
+
+    prefix: str
+    find: Callable[[Snapshot], Iterable[tuple[tuple[str, ...], Any]]]
+    labels: tuple[str, ...] = ()
+    counts: Callable[[Any], Mapping[str, int]] = attrgetter("counters")
+
+    def rest(self, name: str) -> str:
+        """Return a metric's name without its prefix and ``_total``."""
+        return name.removeprefix(self.prefix).removesuffix("_total")
+
+    def field(
+        self,
+        name: str,
+        help: str,
+        use: str,
+        get: str | Callable[[Any], Value | None] = "",
+        *,
+        histogram: bool = False,
+    ) -> Metric:
+        """Return the row of a field; None gives no sample.
+
+        Args:
+            get: the field's path with dots, or what returns its value.
+            histogram: see ``Metric``.
+        """
+        of = get if callable(get) else attrgetter(get or self.rest(name))
+
+        def read(now: Snapshot) -> Samples:
+            values = [(labels, of(each)) for labels, each in self.find(now)]
+            return [(labels, value) for labels, value in values if value is not None]
+
+        return Metric(name, help, use, read, self.labels, (), histogram)
+
+    def split(
+        self,
+        name: str,
+        help: str,
+        use: str,
+        labels: tuple[str, ...],
+        split: Callable[[Any], Samples],
+        *,
+        counters: tuple[Counter, ...] = (),
+        histogram: bool = False,
+    ) -> Metric:
+        """Return the row of several samples of each thing, by further ``labels``."""
+
+        def read(now: Snapshot) -> Samples:
+            for of, each in self.find(now):
+                for values, value in split(each):
+                    yield (*of, *values), value
+
+        return Metric(name, help, use, read, (*self.labels, *labels), counters, histogram)
+
+    def count(
+        self,
+        name: str,
+        help: str,
+        use: str,
+        count: str | Mapping[str, str] = "",
+        label: str = "",
+    ) -> Metric:
+        """Return the row of a counter, or of several by the values of ``label``; 0 for one in which
+        nothing was counted.
+        """
+        names = count if isinstance(count, Mapping) else {"": count or self.rest(name)}
+
+        def split(thing: Any) -> Samples:
+            counts = self.counts(thing)
+            return [((word,) if label else (), counts.get(name, 0)) for word, name in names.items()]
+
+        return self.split(name, help, use, (label,) if label else (), split)
 
 
-def of_namespaces(get: Callable[[NamespaceNow], float]) -> Read:
-    """Return a reader of one sample for each namespace that is shown."""
-    return lambda now: [((each.name,), get(each)) for each in now.busiest_namespaces]
-
-
-def of_engines(get: Callable[[EngineNow], float]) -> Read:
-    """Return a reader of one sample for each engine that is shown."""
-    return lambda now: [((each.tenant, each.engine_id), get(each)) for each in now.engines]
-
-
-def reported(names: Mapping[str, str]) -> Read:
-    """Return a reader of several counters of the clients: label value to name."""
-    return lambda now: [((word,), now.client_counters.get(name, 0)) for word, name in names.items()]
-
-
-def of_ssd(read: Callable[[TierFigures], Samples]) -> Read:
-    """Return a reader of the SSD tier's samples; none where there is no such tier."""
-    return lambda now: [] if now.tier is None else read(now.tier)
-
-
-def if_ssd(metric: Metric) -> Metric:
-    """Return ``metric`` without samples where there is no SSD tier."""
-    return replace(metric, read=lambda now: [] if now.ssd is None else metric.read(now))
+DAEMON = Source("kvhearth_", lambda now: [((), now)])

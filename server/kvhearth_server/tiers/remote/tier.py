@@ -550,13 +550,10 @@ class RemoteTier(Tier):
             staging_bytes=state.staging_bytes,
             staging_free_bytes=state.staging_free_bytes,
             cache_entries=self._cache.entries,
-            cache_entries_max=self._cache.entries_max,
             asking=len(self._searches),
             reading=kinds.count("get"),
             writing=kinds.count("put"),
-            round_trip_s=self._round_trip_s,
-            read_bytes_per_s=self._bytes_per_s,
-            counts={
+            counters={
                 **self.counts.values,
                 "breaker_openings": self.breaker.openings,
                 **{f"mover_{name}": count for name, count in state.counts.items()},

@@ -431,7 +431,7 @@ class SsdTier(Tier):
         parts, now = self.parts, self.parts.clock()
         recovered = parts.counts["recovered_segments"] + parts.counts["segments_lost"]
         unusable = [
-            DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, ((UNUSABLE, reason),))
+            DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, [UNUSABLE], [reason])
             for place, reason in parts.failed_places.items()
         ]
         return TierFigures(
@@ -454,7 +454,7 @@ class SsdTier(Tier):
             read_latency_s=parts.rate.latency_s,
             read_bytes_per_s=parts.rate.bytes_per_s,
             budget_left_bytes=None if self._budget.unbounded else self._budget.left(now),
-            counts=dict(parts.counts.values),
+            counters=dict(parts.counts.values),
             io_seconds={"read": parts.rate.seconds[True], "write": parts.rate.seconds[False]},
         )
 
@@ -463,12 +463,14 @@ class SsdTier(Tier):
         states = {str(state.value): 0 for state in SegmentState}
         for segment in directory.segments:
             states[segment.state.value] += 1
+        found = directory.health.findings(now)
         return DirectoryFigures(
             path=str(directory.path),
             capacity_bytes=directory.capacity_bytes,
             file_bytes=len(directory.segments) * directory.segment_bytes,
             segments=states,
-            findings=tuple(directory.health.findings(now)),
+            problems=[word for word, _ in found],
+            reasons=[reason for _, reason in found],
         )
 
     def problems(self) -> dict[Kind, str]:

@@ -9,14 +9,14 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from pydantic import Field
+from starlette.routing import Route
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import REMOTE_SCHEME, SCHEME, TLS_SCHEME
@@ -43,10 +43,9 @@ def policy_of(page: str) -> str:
     )
 
 
-def page_routes() -> APIRouter:
-    """Build the routes of the two static pages, which hold no data and need no token."""
-    router = APIRouter(include_in_schema=False)
-    folder = resources.files(__package__)
+def pages() -> list[Route]:
+    """Return the routes of the two static pages, which hold no data and need no token."""
+    found, folder = list[Route](), resources.files(__package__)
     for path, name in (("/", "page.html"), ("/docs", "api.html")):
         text = (folder / name).read_text(encoding="utf-8")
         headers = {
@@ -55,15 +54,8 @@ def page_routes() -> APIRouter:
             "referrer-policy": "no-referrer",
             "cache-control": "no-cache",
         }
-        router.add_api_route(path, _constant(HTMLResponse(text, headers=headers)), name=name)
-    return router
-
-
-def _constant(response: Response) -> Callable[[], Awaitable[Response]]:
-    async def answer() -> Response:
-        return response
-
-    return answer
+        found.append(Route(path, HTMLResponse(text, headers=headers), methods=["GET"], name=name))
+    return found
 
 
 class Stream:
@@ -104,9 +96,8 @@ class Stream:
             self._viewers -= 1
 
     def _history(self) -> bytes:
-        samples = self._engine.watch.samples
-        rows = [[round(each.at, 1), round(each.span_s, 3), *each.counts] for each in samples]
-        return _message("history", json.dumps({"rates": RATES, "samples": rows}).encode())
+        found = {"rates": RATES, "samples": list(self._engine.watch.samples)}
+        return _message("history", json.dumps(found).encode())
 
 
 def _message(event: str, data: bytes) -> bytes:
@@ -205,28 +196,3 @@ def _vllm(url: str) -> str:
         "kv_connector_extra_config": {"url": url},
     }
     return f"vllm serve MODEL --kv-transfer-config '{json.dumps(config, separators=(',', ':'))}'"
-
-
-def live_routes(stream: Stream, guide: Guide, sums: Callable[..., Awaitable[None]]) -> APIRouter:
-    """Build the routes that feed the page.
-
-    Args:
-        sums: admits those who may read sums.
-    """
-    router = APIRouter(prefix="/v1", tags=["state"], dependencies=[Depends(sums)])
-
-    @router.get(
-        "/events",
-        response_class=Response,
-        responses={200: {"content": {"text/event-stream": {}}}},
-    )
-    async def events() -> Response:
-        """Server-sent events: history once, then stats once a second; 16 viewers at most."""
-        return stream.answer()
-
-    @router.get("/guide")
-    async def advice() -> Advice:
-        """Findings about this machine, and lines that connect engines to this daemon."""
-        return await guide.answer()
-
-    return router

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -54,12 +55,15 @@ def problem_of(
     return JSONResponse(problem.model_dump(), code, headers, CONTENT_TYPE)
 
 
+def refusal(engine: Engine, error: KVHearthError, **how: Any) -> JSONResponse:
+    """Count a refusal and return its response; see ``problem_of``."""
+    engine.counters.add("refusals", 1, str(error.reason))
+    return problem_of(error, **how)
+
+
 def install(app: FastAPI, engine: Engine) -> None:
     """Make every error of ``app`` end as a problem document, and count it."""
-
-    def refuse(error: KVHearthError, **how: Any) -> JSONResponse:
-        engine.counters.add("refusals", 1, str(error.reason))
-        return problem_of(error, **how)
+    refuse = partial(refusal, engine)
 
     async def domain(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, KVHearthError)

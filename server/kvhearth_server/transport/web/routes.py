@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-import re
 import sys
-import time
 import traceback
 from asyncio import all_tasks
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import PlainTextResponse, StreamingResponse
-from fastapi.routing import APIRoute
+from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, Field
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX
@@ -28,14 +26,21 @@ from kvhearth_server.config.value_types import is_loopback
 from kvhearth_server.engine import operations
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.snapshot import Snapshot, Stats, take_snapshot
-from kvhearth_server.observability.exposition import Renderings
+from kvhearth_server.observability.exposition import SCRAPE_TYPE, Renderings
 from kvhearth_server.tiers.figures import RemoteFigures
 from kvhearth_server.transport import reports
-from kvhearth_server.transport.operators import Operators, Right
-from kvhearth_server.transport.reports import LABEL_BYTES_MAX, Actions, operator, refused
+from kvhearth_server.transport.operators import (
+    LABEL_BYTES_MAX,
+    Operators,
+    Right,
+    audited,
+    check_label,
+    operator,
+    refused,
+)
 from kvhearth_server.transport.web import problems
-from kvhearth_server.transport.web.page import Guide, Stream, live_routes, page_routes
-from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, problem_of
+from kvhearth_server.transport.web.page import Advice, Guide, Stream, pages
+from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, refusal
 from kvhearth_server.transport.web.server import LOCAL
 
 _JSON = {"content-type": "application/json"}
@@ -60,29 +65,9 @@ class Bounds:
         """Handle a request as an ASGI application around another one."""
         if scope["type"] != "http":
             return
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "")
-        any_host = self._any_host or LOCAL in scope
-        if not any_host and not is_loopback(_bare(host)):
-            error = KVHearthError(Reason.BAD_MESSAGE, f"host {host!r} is not this daemon's name")
-            await self._refuse(scope, receive, send, error, 421)
-            return
-        try:
-            async with asyncio.timeout(BODY_S):
-                body = await _whole_body(receive)
-        except TimeoutError:
-            slow = KVHearthError(Reason.DEADLINE, f"the body was not here within {BODY_S:.0f} s")
-            await self._refuse(scope, receive, send, slow, 408)
-            return
-        if body is None:
-            # A request whose body stops halfway is not carried out: what it asks for is unknown.
-            self._engine.counters.add("refusals", 1, str(Reason.BAD_MESSAGE))
-            return
-        if len(body) > BODY_BYTES_MAX:
-            message = f"the body has more than {BODY_BYTES_MAX} bytes"
-            await self._refuse(
-                scope, receive, send, KVHearthError(Reason.BAD_MESSAGE, message), 413
-            )
+        body = await self._body(scope, receive)
+        if isinstance(body, Response):
+            await body(scope, receive, send)
             return
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -93,27 +78,30 @@ class Bounds:
             scope = {**scope, "method": "GET"}
         await self._app(scope, replay, send)
 
-    async def _refuse(
-        self, scope: Scope, receive: Receive, send: Send, error: KVHearthError, status: int
-    ) -> None:
-        self._engine.counters.add("refusals", 1, str(error.reason))
-        response = problem_of(error, status=status, headers={"connection": "close"})
-        await response(scope, receive, send)
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | Response:
+        """Return the whole body, or a refusal."""
+        host, body = Headers(scope=scope).get("host", ""), bytearray()
+        if not (self._any_host or LOCAL in scope or is_loopback(_bare(host))):
+            return self._refusal(
+                421, Reason.BAD_MESSAGE, f"host {host!r} is not this daemon's name"
+            )
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in Request(scope, receive).stream():
+                    body += part
+                    if len(body) > BODY_BYTES_MAX:
+                        message = f"the body has more than {BODY_BYTES_MAX} bytes"
+                        return self._refusal(413, Reason.BAD_MESSAGE, message)
+        except TimeoutError:
+            message = f"the body was not here within {BODY_S:.0f} s"
+            return self._refusal(408, Reason.DEADLINE, message)
+        except ClientDisconnect:  # not carried out, since what it asks for is unknown
+            return self._refusal(400, Reason.BAD_MESSAGE, "the body stops halfway")
+        return bytes(body)
 
-
-async def _whole_body(receive: Receive) -> bytes | None:
-    """Return the body, or just enough of it to show that it is too long; None if the peer leaves
-    first.
-    """
-    body = bytearray()
-    while len(body) <= BODY_BYTES_MAX:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            break
-    return bytes(body)
+    def _refusal(self, status: int, reason: Reason, message: str) -> Response:
+        error, close = KVHearthError(reason, message), {"connection": "close"}
+        return refusal(self._engine, error, status=status, headers=close)
 
 
 def _bare(host: str) -> str:
@@ -138,10 +126,14 @@ Digest = Annotated[
 Key = Annotated[str, Path(description="Key, hex digits.", pattern="^([0-9a-f]{2})+$")]
 
 
-async def _caller(request: Request) -> str:
+def _peer(request: Request) -> str:
     if LOCAL in request.scope:
         return "unix"
     return f"{request.client.host}:{request.client.port}" if request.client else ""
+
+
+async def _caller(request: Request) -> str:  # FastAPI calls a plain function on a thread
+    return _peer(request)
 
 
 CallContext = Annotated[str, Depends(_caller)]
@@ -157,106 +149,32 @@ class Tokens:
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
 
-    async def admin(self, given: Credentials, request: Request, caller: CallContext) -> None:
+    async def admin(self, request: Request, given: Credentials) -> None:
         """Admit the admin token."""
-        self._admit(
-            given,
-            request,
-            caller,
-            Right.ALL,
-            "send the content of admin.token of the socket directory as a bearer token",
-        )
+        ask = "send the content of admin.token of the socket directory as a bearer token"
+        self._admit(request, given, Right.ALL, ask)
 
-    async def reader(self, given: Credentials, request: Request, caller: CallContext) -> None:
+    async def reader(self, request: Request, given: Credentials) -> None:
         """Admit the read token, if there is one, or the admin token."""
-        self._admit(
-            given,
-            request,
-            caller,
-            Right.READ,
+        ask = (
             "send the content of the daemon's read_token_file as a bearer token, that of "
-            "admin.token of the socket directory, or an operator's token",
+            "admin.token of the socket directory, or an operator's token"
         )
+        self._admit(request, given, Right.READ, ask)
 
-    async def sums(self, request: Request, caller: CallContext) -> None:
+    async def sums(self, request: Request) -> None:
         """Admit everyone; where the address is guarded, as ``reader``."""
-        if self._operators.guarded and LOCAL not in request.scope:
-            await self.reader(await _BEARER(request), request, caller)
+        if self._operators.guarded:
+            await self.reader(request, await _BEARER(request))
 
-    def _admit(
-        self,
-        given: HTTPAuthorizationCredentials | None,
-        request: Request,
-        caller: str,
-        least: Right,
-        message: str,
-    ) -> None:
+    def _admit(self, request: Request, given: Credentials, least: Right, ask: str) -> None:
         if LOCAL in request.scope:
             return
         right, name = self._operators.rights(given.credentials if given is not None else "")
         if right < least:
-            refused(caller)
-            raise KVHearthError(Reason.NOT_ADMIN, message)
+            refused(_peer(request))
+            raise KVHearthError(Reason.NOT_ADMIN, ask)
         operator.set(name)
-
-
-PORTION_S = 0.001
-PORTION_CHARS = 64 << 10
-DOCUMENTS_MAX = 8
-
-
-class Documents:
-    """Lists as JSON, rendered while they are sent: in one turn of the loop one portion of one
-    document, so that neither time nor memory grows with a list and with how many ask.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._head = f'{{"boot_id":{json.dumps(engine.boot_id)},'
-        self._turn = asyncio.Lock()
-        self._sent = 0
-
-    def answer(self, name: str, items: Iterator[Any]) -> Response:
-        """Return a response with a list of reports under its name.
-
-        Raises:
-            KVHearthError: ``daemon_away`` if too many are being sent.
-        """
-        if self._sent >= DOCUMENTS_MAX:
-            raise KVHearthError(Reason.DAEMON_AWAY, f"{self._sent} lists are being sent; try again")
-        texts = self._texts(name, items)
-        return StreamingResponse(self._portions(texts), media_type="application/json")
-
-    def _texts(self, name: str, items: Iterator[Any]) -> Iterator[str]:
-        yield f'{self._head}"{name}":['
-        comma = ""
-        for item in items:
-            yield comma + json.dumps(dataclasses.asdict(item), separators=(",", ":"))
-            comma = ","
-        yield "]}"
-
-    async def _portions(self, texts: Iterator[str]) -> AsyncIterator[str]:
-        self._sent += 1
-        try:
-            while True:
-                async with self._turn:
-                    portion = _portion(texts)
-                    await asyncio.sleep(0)
-                if not portion:
-                    return
-                yield portion
-        finally:
-            self._sent -= 1
-
-
-def _portion(texts: Iterator[str]) -> str:
-    """Return the next texts, as many as one turn of the loop has time for; empty at the end."""
-    parts, chars, began = list[str](), 0, time.monotonic()
-    for text in texts:
-        parts.append(text)
-        chars += len(text)
-        if chars > PORTION_CHARS or time.monotonic() - began > PORTION_S:
-            break
-    return "".join(parts)
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -265,18 +183,11 @@ def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": "Refused.", "content": content} for status in statuses}
 
 
-class Config(BaseModel):
-    """The settings in effect; secrets are masked."""
-
-    boot_id: str
-    settings: dict[str, Any]
-
-
 class EvictRequest(BaseModel, extra="forbid"):
     """Size to keep, and where to evict."""
 
     keep_bytes: int = Field(0, ge=0, le=2**63 - 1, description="Keep this many bytes at most.")
-    tier: Literal["memory", "ssd", "all"] | None = Field(
+    tier: operations.Where | None = Field(
         None,
         description="Where; ssd and all need keep_bytes 0. Default: all if that is 0, else memory.",
     )
@@ -303,16 +214,8 @@ class BumpRequest(BaseModel, extra="forbid"):
     )
 
 
-_SECRET = re.compile(r"token|secret|password|credential|(^|_)key$")
-_MASK = "***"
-
-
-def masked(settings: Settings) -> dict[str, Any]:
-    """Return the settings as JSON, with values of secret-like names left out."""
-    values = settings.model_dump(mode="json")
-    return {
-        name: _MASK if value and _SECRET.search(name) else value for name, value in values.items()
-    }
+Evict = Annotated[EvictRequest, Body(default_factory=EvictRequest)]
+Bump = Annotated[BumpRequest, Body(default_factory=BumpRequest)]
 
 
 def all_stacks() -> str:
@@ -328,33 +231,49 @@ def all_stacks() -> str:
     return "\n".join(parts)
 
 
-def state_routes(engine: Engine, renderings: Renderings, tokens: Tokens) -> APIRouter:
+def state_routes(
+    engine: Engine, renderings: Renderings, tokens: Tokens, stream: Stream, guide: Guide
+) -> APIRouter:
     """Build the routes for state: sums for any client who reaches the address, and lists, which
     name tenants' models, engines and processes, for who has a token.
     """
     router = APIRouter(prefix="/v1", tags=["state"])
-    lists = APIRouter(dependencies=[Depends(tokens.reader)], responses=problem_responses(403, 503))
-    documents = Documents(engine)
+    lists = APIRouter(dependencies=[Depends(tokens.reader)], responses=problem_responses(403))
 
     @router.get("/stats", dependencies=[Depends(tokens.sums)], response_model=Stats)
     async def stats(request: Request) -> Response:
         """Statistics of the daemon, at most one second old."""
         return Response(renderings.stats(fresh=LOCAL in request.scope), 200, _JSON)
 
-    @lists.get("/sessions", response_model=reports.Sessions)
-    async def sessions() -> Response:
+    @router.get(
+        "/events",
+        dependencies=[Depends(tokens.sums)],
+        response_class=Response,
+        responses={200: {"content": {"text/event-stream": {}}}},
+    )
+    async def events() -> Response:
+        """Server-sent events: history once, then stats once a second; 16 viewers at most."""
+        return stream.answer()
+
+    @router.get("/guide", dependencies=[Depends(tokens.sums)])
+    async def advice() -> Advice:
+        """Findings about this machine, and lines that connect engines to this daemon."""
+        return await guide.answer()
+
+    @lists.get("/sessions")
+    async def sessions() -> reports.Sessions:
         """Processes that are attached, or left and may still be writing."""
-        return documents.answer("sessions", reports.each_session(engine))
+        return reports.sessions(engine)
 
-    @lists.get("/namespaces", response_model=reports.Namespaces)
-    async def namespaces() -> Response:
+    @lists.get("/namespaces")
+    async def namespaces() -> reports.Namespaces:
         """Tenants' contracts, and the blocks stored under them."""
-        return documents.answer("namespaces", reports.each_namespace(engine))
+        return reports.namespaces(engine)
 
-    @lists.get("/leases", response_model=reports.Leases)
-    async def leases() -> Response:
+    @lists.get("/leases")
+    async def leases() -> reports.Leases:
         """Leases of readers, by group."""
-        return documents.answer("groups", iter((await reports.leases(engine)).groups))
+        return await reports.leases(engine)
 
     @lists.get("/keys/{key}")
     async def key(key: Key) -> reports.KeyPlaces:
@@ -375,38 +294,48 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
     router = APIRouter(
         tags=["admin"], dependencies=[Depends(tokens.admin)], responses=problem_responses(403)
     )
-    boot_id, actions = engine.boot_id, Actions(engine)
+    boot_id = engine.boot_id
 
     @router.get("/v1/config")
-    async def config() -> Config:
+    async def config() -> reports.Config:
         """The settings in effect."""
-        return Config(boot_id=boot_id, settings=masked(settings))
+        return reports.Config(boot_id, settings.model_dump(mode="json"))
 
     @router.post("/v1/namespaces/{ns}:evict", responses=problem_responses(404, 409))
-    async def evict(
-        ns: Digest, caller: CallContext, request: EvictRequest | None = None
-    ) -> reports.Evicted:
+    async def evict(ns: Digest, caller: CallContext, request: Evict) -> reports.Evicted:
         """Remove blocks of a namespace, coldest first: all that are not held, or down to a size."""
-        keep_bytes, tier = (request.keep_bytes, request.tier) if request else (0, None)
-        return await actions.evict(caller, ns, keep_bytes, tier)
+        keep_bytes, tier = request.keep_bytes, request.tier
+        asked = {"namespace": ns, "keep_bytes": keep_bytes, "tier": tier}
+        with audited("evict", caller, **asked) as details:
+            removed = await operations.evict(engine, bytes.fromhex(ns), keep_bytes, tier)
+            details |= {"evicted_blocks": removed.memory, "ssd_blocks": removed.ssd}
+        return reports.Evicted(boot_id, removed.memory, removed.ssd)
 
     @router.post("/v1/namespaces/{ns}:bump-epoch", responses=problem_responses(404, 409))
-    async def bump_epoch(
-        ns: Digest, caller: CallContext, request: BumpRequest | None = None
-    ) -> reports.Bumped:
+    async def bump_epoch(ns: Digest, caller: CallContext, request: Bump) -> reports.Bumped:
         """Make all blocks of a namespace invalid at once because its weights have changed."""
-        expected, label = (request.expected_epoch, request.label) if request else (None, None)
-        return await actions.forget(caller, ns, expected, label)
+        expected, label = request.expected_epoch, request.label
+        named = {} if label is None else {"label": label}
+        with audited("forget", caller, namespace=ns, **named) as details:
+            check_label(label)
+            epoch = await operations.forget(engine, bytes.fromhex(ns), expected, label)
+            details["epoch"] = epoch
+        return reports.Bumped(boot_id, epoch)
 
     @router.post("/v1/admin:drain")
     async def drain(caller: CallContext) -> reports.Drained:
         """Accept no more stores and attaches, as before a shutdown."""
-        return actions.drain(caller)
+        with audited("drain", caller):
+            engine.drain()
+        return reports.Drained(boot_id, True)
 
     @router.post("/v1/admin:reload", responses=problem_responses(409))
     async def reload(caller: CallContext) -> reports.Reload:
         """Read the settings again, and apply those that may change while serving."""
-        return await actions.reload(caller)
+        with audited("reload", caller) as details:
+            done = await engine.reload()
+            details |= {"changed": done.changed, "needs_restart": done.needs_restart}
+        return reports.Reload(boot_id, done.changed, done.needs_restart)
 
     @router.get("/debug/books")
     async def books() -> reports.Books:
@@ -464,12 +393,10 @@ def probe_routes(
         "/metrics",
         response_class=PlainTextResponse,
         dependencies=[Depends(tokens.sums)],
-        responses={200: {"content": {"application/openmetrics-text": {}}}},
     )
-    async def metrics(request: Request) -> Response:
+    async def metrics() -> Response:
         """Metrics for Prometheus, at most one second old."""
-        body, content_type = await renderings.scrape(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+        return Response(renderings.scrape(), 200, {"content-type": SCRAPE_TYPE})
 
     @router.get("/version", dependencies=[Depends(tokens.sums)])
     async def version() -> reports.Version:
@@ -502,7 +429,7 @@ def _state_lines(engine: Engine) -> list[str]:
 
 
 def _ssd_lines(now: Snapshot) -> list[str]:
-    tier = now.tier
+    tier = now.ssd
     if tier is None:
         return []
     state = "degraded" if tier.reasons else "healthy"
@@ -544,18 +471,17 @@ def make_app(
         version=API_VERSION,
         docs_url=None,
         redoc_url=None,
-        generate_unique_id_function=_operation,
+        generate_unique_id_function=lambda route: route.name,
         redirect_slashes=False,
         responses=problem_responses(400, 408, 413, 421, 500),
     )
     problems.install(app, engine)
     tokens, renderings = Tokens(operators), Renderings(lambda: take_snapshot(engine))
     app.include_router(probe_routes(engine, renderings, tokens, guarded=operators.guarded))
-    app.include_router(state_routes(engine, renderings, tokens))
-    app.include_router(admin_routes(engine, settings, tokens))
-    app.include_router(page_routes())
     stream, guide = Stream(engine, renderings), Guide(engine, settings, examine)
-    app.include_router(live_routes(stream, guide, tokens.sums))
+    app.include_router(state_routes(engine, renderings, tokens, stream, guide))
+    app.include_router(admin_routes(engine, settings, tokens))
+    app.router.routes.extend(pages())
     app.add_middleware(
         Bounds, engine=engine, any_host=settings.http_insecure or settings.http_routable
     )
@@ -565,12 +491,12 @@ def make_app(
 
 def describe(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI description of ``app``: FastAPI's, with our problem documents in place of
-    its own errors.
+    its own errors, and without histograms, which only metrics show.
     """
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = found["components"]["schemas"]
-        for name in ("HTTPValidationError", "ValidationError"):
+        for name in ("HTTPValidationError", "Histogram", "ValidationError"):
             schemas.pop(name, None)
         schemas[problems.Problem.__name__] = problems.Problem.model_json_schema()
         found["components"]["schemas"] = dict(sorted(schemas.items()))
@@ -579,7 +505,3 @@ def describe(app: FastAPI) -> dict[str, Any]:
                 operation["responses"].pop("422", None)
         app.openapi_schema = found
     return app.openapi_schema
-
-
-def _operation(route: APIRoute) -> str:
-    return route.name

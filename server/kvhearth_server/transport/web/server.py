@@ -19,6 +19,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.engine.supervisor import Supervisor
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.ownership import listening
+from kvhearth_server.transport.accepting import accept_forever
 
 HEAD_BYTES_MAX = 16 << 10
 STUCK_S = 20.0
@@ -33,6 +34,11 @@ _TICK_S = 1.0
 _ACCEPT_AGAIN_S = 0.05
 _BACKLOG = 128
 _troubles = LimitedLog(get_logger("kvhearth.http"))
+
+
+def _cannot_accept(error: OSError) -> float:
+    _troubles.warning("http.cannot_accept", kind="accept", error=str(error))
+    return _ACCEPT_AGAIN_S
 
 
 def at_address(host: str, port: int) -> socket.socket:
@@ -102,34 +108,28 @@ class Listener:
         self._stuck = dict[tuple[Any, ...], float]()
 
     async def accept(self, listener: socket.socket) -> None:
-        """Accept connections until the socket is closed."""
-        loop = asyncio.get_running_loop()
-        while listener.fileno() >= 0:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-                context = self._tls()
-            except OSError as error:  # too few descriptors, most likely
-                _troubles.warning("http.cannot_accept", kind="accept", error=str(error))
-                await asyncio.sleep(_ACCEPT_AGAIN_S)
-                continue
-            state = self._uvicorn.server_state
-            if len(state.connections) + len(self._making) >= self._connections_max:
-                self._crowded()
-                idle = next(filter(_is_idle, state.connections), None)
-                if idle is None:
-                    connection.close()
-                    continue
-                idle.transport.abort()
-                await asyncio.sleep(0)  # its descriptor is free
-            making = loop.connect_accepted_socket(
-                partial(H11Protocol, self._config, state, {}),
-                connection,
-                ssl=context,
-                ssl_handshake_timeout=None if context is None else _HANDSHAKE_S,
-            )
-            task = loop.create_task(making)
-            self._making.add(task)
-            task.add_done_callback(self._made)
+        """Accept connections, for as long as the task lives."""
+        await accept_forever(listener, self._accepted, _cannot_accept)
+
+    async def _accepted(self, connection: socket.socket) -> None:
+        loop, state, context = asyncio.get_running_loop(), self._uvicorn.server_state, self._tls()
+        if len(state.connections) + len(self._making) >= self._connections_max:
+            self._crowded()
+            idle = next(filter(_is_idle, state.connections), None)
+            if idle is None:
+                connection.close()
+                return
+            idle.transport.abort()
+            await asyncio.sleep(0)  # its descriptor is free
+        making = loop.connect_accepted_socket(
+            partial(H11Protocol, self._config, state, {}),
+            connection,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else _HANDSHAKE_S,
+        )
+        task = loop.create_task(making)
+        self._making.add(task)
+        task.add_done_callback(self._made)
 
     def _made(self, task: asyncio.Task[Any]) -> None:
         self._making.discard(task)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from kvhearth.failpoints import hit
 from kvhearth.model import checksum_of
-from kvhearth_server.observability.timings import SECONDS_BOUNDS, Histogram
+from kvhearth_server.observability.counters import SECONDS_BOUNDS, Histogram
 from kvhearth_server.tiers.base import Failure
 from kvhearth_server.tiers.ssd.disk.queues import (
     DiskQueue,
