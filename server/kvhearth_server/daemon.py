@@ -30,7 +30,7 @@ from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.populating import populate
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
-from kvhearth_server.gateway.doors import Doors
+from kvhearth_server.gateway.credentials import Credentials
 from kvhearth_server.gateway.process import GatewayProcess
 from kvhearth_server.memory.arena import Arena, open_arena
 from kvhearth_server.memory.plan import ArenaPlan
@@ -124,7 +124,7 @@ class Reloader:
         settings: those in force.
         again: reads them again; may wait for a file.
         engine: serves under them.
-        doors: identities and certificates, which are read again, too.
+        credentials: identities and certificates, which are read again, too.
         gateway: its process reads its own again, too.
     """
 
@@ -133,11 +133,11 @@ class Reloader:
         settings: Settings,
         again: Callable[[], Settings],
         engine: Engine,
-        doors: Doors | None = None,
+        credentials: Credentials | None = None,
         gateway: GatewayProcess | None = None,
     ) -> None:
         self._settings, self._again, self._engine = settings, again, engine
-        self._doors, self._gateway = doors, gateway
+        self._credentials, self._gateway = credentials, gateway
         self._busy = asyncio.Lock()
         self._hung_up = asyncio.Event()
 
@@ -176,8 +176,8 @@ class Reloader:
         except TimeoutError:
             message = f"the settings could not be read within {_RELOAD_S:g} s; try again"
             raise KVHearthError(Reason.CONFIG_INVALID, message) from None
-        if self._doors is not None:
-            await asyncio.to_thread(self._doors.reload)  # a broken file is in the log
+        if self._credentials is not None:
+            await asyncio.to_thread(self._credentials.reload)  # a broken file is in the log
         if self._gateway is not None:
             self._gateway.hangup()
         new, changed, restart = merged_settings(self._settings, read)
@@ -225,7 +225,7 @@ async def _serve(
     admin_token = secrets.token_hex(32)
     operators = _operators(settings, admin_token)
     gateway = _open_gateway(settings, engine, supervisor)
-    reloader = Reloader(settings, again, engine, operators.doors, gateway)
+    reloader = Reloader(settings, again, engine, operators.credentials, gateway)
     _follow_hangups(reloader, engine, supervisor)
     background = ChecksumWorkers(engine, supervisor, sum_threads=settings.sum_threads)
     dispatcher = Dispatcher(engine, background.verify_blocks)
@@ -422,8 +422,8 @@ def _shell(settings: Settings) -> EngineLimits:
 
 
 def _operators(settings: Settings, admin_token: str) -> Operators:
-    doors = Doors(settings) if settings.tokens_file else None
-    return Operators(admin_token, read_token(settings), doors, guarded=settings.http_guarded)
+    credentials = Credentials(settings) if settings.tokens_file else None
+    return Operators(admin_token, read_token(settings), credentials, guarded=settings.http_guarded)
 
 
 def _prepare_sockets(settings: Settings, admin_token: str) -> None:
@@ -498,10 +498,12 @@ def _open_web(
     Raises:
         KVHearthError: ``socket_unusable``.
     """
-    doors = operators.doors
+    credentials = operators.credentials
 
     def tls() -> ssl.SSLContext | None:
-        return doors.web_context if doors is not None and settings.http_guarded else None
+        if credentials is None or not settings.http_guarded:
+            return None
+        return credentials.web_context
 
     def crowded() -> None:
         engine.counters.add("connections_refused", 1, "http")

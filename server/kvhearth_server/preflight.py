@@ -16,7 +16,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config.load import Settings
 from kvhearth_server.core.slot_table import Geometry
-from kvhearth_server.gateway.doors import Doors
+from kvhearth_server.gateway.credentials import Credentials
 from kvhearth_server.memory.durable_file import check_lockable
 from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.plan import ArenaPlan, check_room
@@ -64,7 +64,7 @@ def problems(
         ("ssd_dirs", lambda: check_ssd_dirs(settings)),
         ("ssd_interface", lambda: check_ssd_interface(settings, tried)),
         ("http", lambda: _http(settings)),
-        ("listen", lambda: Doors(settings)),
+        ("listen", lambda: Credentials(settings)),
         ("read_token_file", lambda: read_token(settings)),
         ("socket_dir", lambda: _sockets(settings)),
     )

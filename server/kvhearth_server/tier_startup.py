@@ -25,7 +25,7 @@ from kvhearth_server.tiers.base import (
     Tier,
 )
 from kvhearth_server.tiers.figures import TierFigures
-from kvhearth_server.tiers.remote.bounds import Limits
+from kvhearth_server.tiers.remote.limits import Limits
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
 from kvhearth_server.tiers.remote.process import ProcessMover
 from kvhearth_server.tiers.remote.tier import RemoteTier

@@ -309,7 +309,7 @@ def test_an_expired_certificate_is_refused(remote: Remote, tmp_path: Path) -> No
     if remote.kind != "redis-tls":
         pytest.skip("it has no certificate")
     with running(server := redis_tls(tmp_path, days=-1)), mover_desk(server.url) as refused:
-        refused.until(lambda: refused.mover.state.caps and refused.mover.state.problem)
+        refused.until(lambda: refused.mover.state.up and refused.mover.state.problem)
         assert kinds(refused.get([0], OF)) == ["Failed unreachable"]
 
 

@@ -17,7 +17,7 @@ from kvhearth_server.tiers.remote.helper.sealing import Sealer
 from kvhearth_server.tiers.remote.names import (
     fleet_mark,
     is_object_name,
-    object_name,
+    object_names,
     space_name,
 )
 from kvhearth_server.tiers.remote.record import (
@@ -82,7 +82,7 @@ def test_each_record_has_its_own_nonce() -> None:
 
 def test_names_are_what_they_were() -> None:
     assert SPACE == "4c6bcc9b644ca78f688aaf7cd8e26e0b"
-    name = object_name(FLEET_KEY, SPACE, NAME.key)
+    (name,) = object_names(FLEET_KEY, SPACE, [NAME.key])
     assert name == f"2/{SPACE}/508dd8a397b8760e5c4ea002039e4814"
     assert is_object_name(name)
     digits = "7c3fa8eed56f179000c7a3b38bc81cbb2231c95cba1e8a8b801484c82fc74e62"

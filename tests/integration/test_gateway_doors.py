@@ -29,8 +29,7 @@ from support.remote_raw import (
 
 from kvhearth.errors import KVHearthError
 from kvhearth.wire.remote import DataFrame, DataKind, Outcome
-from kvhearth_server.gateway.identity import Bounds, Identity, Role
-from kvhearth_server.gateway.roster import add_token
+from kvhearth_server.gateway.tokens import Bounds, Identity, Role, add_token
 
 TOKENS = {name: f"kvh_{name}_" + name * 40 for name in ("a", "b", "small")}
 

@@ -16,8 +16,7 @@ from support.certificates import Authority
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, address_of, ask
 
-from kvhearth_server.gateway.identity import Identity, Role
-from kvhearth_server.gateway.roster import add_token, new_token
+from kvhearth_server.gateway.tokens import Identity, Role, add_token, new_token
 
 TOKENS = {role: new_token() for role in Role}
 READ = new_token()

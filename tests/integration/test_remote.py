@@ -36,8 +36,7 @@ from kvhearth.transfer.copier_pool import default_copier
 from kvhearth.wire.remote import Purpose
 from kvhearth_lab.harness.engine import contract_of
 from kvhearth_lab.harness.relay import Relay, relay
-from kvhearth_server.gateway.identity import Identity
-from kvhearth_server.gateway.roster import add_token
+from kvhearth_server.gateway.tokens import Identity, add_token
 
 OPTIONS = "call_ms=10000&lookup_ms=10000&heartbeat_ms=100&attach_ms=2000"
 

@@ -15,9 +15,8 @@ from kvhearth_server.cli.machine import Machine
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.tier_startup import fleet_key
 from kvhearth_server.tiers.remote.helper.drivers.base import Refused
-from kvhearth_server.tiers.remote.lifecycle import lifecycle_rule
 from kvhearth_server.tiers.remote.names import LAYOUT
-from kvhearth_server.tiers.remote.url import parse_remote
+from kvhearth_server.tiers.remote.url import lifecycle_rule, parse_remote
 
 pytest.importorskip("obstore")
 

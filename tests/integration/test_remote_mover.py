@@ -103,6 +103,12 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         assert kinds(desk.put([0])) == ["Done"]
 
 
+def test_blocks_beyond_the_staging_memory_are_refused(tmp_path: Path) -> None:
+    with mover_desk(f"file://{tmp_path}", staging_bytes=1 << 20) as small:
+        request = small.up().put_request([0], family(length=2 << 20))
+        assert small.mover.submit(request, DEADLINE_S) == Throttled("too_large")
+
+
 def test_a_killed_helper_is_replaced_and_slots_are_free(desk: MoverDesk) -> None:
     (child,) = children()
     os.kill(child, signal.SIGSTOP)

@@ -12,14 +12,15 @@ from support.tiers import family
 
 from kvhearth_server.core.lookup import hit_blocks, usable_boundaries
 from kvhearth_server.tiers.base import Counts, Done, Missing
-from kvhearth_server.tiers.remote.cache import YES, ExistenceCache
-from kvhearth_server.tiers.remote.mover import Answer, Exists
-from kvhearth_server.tiers.remote.search import (
+from kvhearth_server.tiers.remote.existence import (
     CALL_KEYS,
+    YES,
+    ExistenceCache,
     Searches,
     cuts,
     unknown_of_window,
 )
+from kvhearth_server.tiers.remote.mover import Answer, Exists
 
 SPEC = window(1024)
 WIDTH = hit_blocks(SPEC)
@@ -46,7 +47,7 @@ def test_the_end_of_a_window_is_found(run: tuple[int, int, int]) -> None:
 
     cache, names = ExistenceCache(1 << 12), keys(*range(count))
     searches = Searches(cache, Counts(), submit, lambda: 0.0)
-    assert searches.begin(family(), "0" * 32, keys(*range(count)), names, WIDTH)
+    assert searches.begin(Exists("0" * 32, family(), keys(*range(count))), names, WIDTH)
     assert len(searches) == 0
     assert len(calls) <= 3
     assert max(calls) <= CALL_KEYS

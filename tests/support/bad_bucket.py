@@ -107,13 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _put(self, mode: str) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        exists = self.path in self.server.values
-        if exists and self.headers.get("If-None-Match") == "*" and mode != "replaces":
-            self._answer(412)
-            return
-        if mode == "no_create" and self.headers.get("If-None-Match"):
-            self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
-            return
         self.server.values[self.path] = body
         self._answer(200)
 

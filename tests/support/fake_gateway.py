@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +25,9 @@ from kvhearth.wire.remote import (
     Purpose,
     purpose_of,
 )
-from kvhearth_server.gateway.book import Book, Place, Put
 from kvhearth_server.gateway.data import DataConnection
-from kvhearth_server.gateway.identity import Identity
-from kvhearth_server.gateway.meter import Meters
+from kvhearth_server.gateway.grants import Extent, Grants
 from kvhearth_server.gateway.streams import Stream
-from kvhearth_server.gateway.tally import Tally
 from support.arena_fake import FakeArena
 
 TOKEN = "secret-of-the-session"
@@ -174,32 +171,32 @@ class RealDataPort(FakeGateway):
     def __init__(self, arena: FakeArena) -> None:
         self._session: Any = SimpleNamespace(
             mapping=arena,
-            book=_Granted(arena),
-            meter=Meters().of(Identity("test", "default")),
+            grants=_Granted(arena),
+            limits=SimpleNamespace(call=lambda: None),
         )
         super().__init__(arena)
 
     def _answer_all(self, stream: socket.socket) -> None:
         with contextlib.suppress(OSError, KVHearthError):
-            DataConnection(
-                Stream(stream, 5.0), self._session, Tally(), window_bytes=1 << 24, frame_s=20.0
-            ).serve()
+            counters: Any = SimpleNamespace(add=lambda *_: None)
+            DataConnection(Stream(stream), self._session, counters).serve()
 
 
-class _Granted(Book):
+class _Granted(Grants):
     """Grants of everything."""
 
     def __init__(self, arena: FakeArena) -> None:
         super().__init__()
         self._arena = arena
 
-    def begin_put(self, put: Put, extents: Sequence[tuple[int, Place]]) -> list[Outcome]:
+    @contextlib.contextmanager
+    def put(self, stream: Stream, extents: Sequence[Extent]) -> Iterator[list[int]]:
+        self._arena.alive()
+        yield [Outcome.OK] * len(extents)
+
+    def readable(self, extents: Sequence[Extent]) -> list[int]:
         self._arena.alive()
         return [Outcome.OK] * len(extents)
-
-    def readable(self, extents: Sequence[tuple[int, Place]]) -> list[bool]:
-        self._arena.alive()
-        return [True] * len(extents)
 
 
 def _frame(stream: socket.socket) -> DataFrame:

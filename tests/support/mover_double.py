@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.remote.mover import (
     Answer,
-    Caps,
     Delete,
     Exists,
     Get,
@@ -66,6 +66,7 @@ class ScriptedMover:
         folder: keeps the values in files, which other movers find; by default in memory.
 
     Attributes:
+        due_at: see ``Mover``.
         held: no request ends.
         refusal: what requests get instead of a ticket.
         failure: how requests end instead, after ``poll``.
@@ -74,9 +75,9 @@ class ScriptedMover:
 
     def __init__(self, regions: Sequence[U8], folder: Path | None = None) -> None:
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.due_at = math.inf
         self.held = False
         self.up, self.problem = True, ""
-        self.caps = Caps(1 << 30, evicts=False, durable=True, creates_once=True)
         self.refusal: Throttled | None = None
         self.failure: Failed | None = None
         self.requests: list[Exists] = []
@@ -112,7 +113,7 @@ class ScriptedMover:
     @property
     def state(self) -> MoverState:
         free = self.staging_free_bytes
-        return MoverState(self.up, self.problem, self.caps, 0, 1 << 20, free, {})
+        return MoverState(self.up, self.problem, 0, 1 << 20, free, {})
 
     def using_slots(self) -> list[Get]:
         """Return the requests that read or write slots."""
@@ -180,7 +181,7 @@ class ScriptedMover:
             room = self._regions[int(place["region"])][int(place["offset"]) :][: found.length]
             room[:] = np.frombuffer(data, np.uint8)
             if xxhash.xxh3_128_digest(data) != found.sums[16 * shard :][:16]:
-                return Corrupt("tier")
+                return Corrupt("remote")
         return Done()
 
     def value(self, space: str, key: bytes, family: BlockSpec) -> Value | None:

@@ -48,7 +48,8 @@ class MoverDesk:
 
     def step(self, seconds: float = 0.5) -> None:
         """Wait until there is something to do, at most ``seconds``, and do it."""
-        select.select([self.mover.event_fd], [], [], seconds)
+        due_s = max(0.0, self.mover.due_at - time.monotonic())
+        select.select([self.mover.event_fd], [], [], min(seconds, due_s))
         self.answers += self.mover.poll()
 
     def until(self, found: Any, deadline_s: float = DEADLINE_S) -> Any:

@@ -48,7 +48,8 @@ class GatewayProcess:
     """``kvhearth gateway`` for a daemon."""
 
     def __init__(self, socket_dir: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "kvhearth_server.gateway", "--socket-dir", str(socket_dir)]
+        command = [sys.executable, "-m", "kvhearth_server", "gateway"]
+        command += ["--socket-dir", str(socket_dir)]
         command += ["--listen", "127.0.0.1:0", "--log-format", "json", *flags]
         self.log = Path(socket_dir).parent / "gateway.log"
         begun = self.log.stat().st_size if self.log.exists() else 0

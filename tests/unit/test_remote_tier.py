@@ -19,8 +19,8 @@ from kvhearth_server.tiers.base import (
     StoreBatch,
     Throttled,
 )
-from kvhearth_server.tiers.remote.bounds import Limits
-from kvhearth_server.tiers.remote.cache import NEGATIVE_S, POSITIVE_S
+from kvhearth_server.tiers.remote.existence import NEGATIVE_S, POSITIVE_S
+from kvhearth_server.tiers.remote.limits import Limits
 from kvhearth_server.tiers.remote.mover import Delete, Exists, Put
 from kvhearth_server.tiers.remote.tier import RemoteTier
 
@@ -294,12 +294,6 @@ def test_what_the_remote_has_is_not_sent_again(rig: Rig) -> None:
     )
     rig.wait(rig.remote.submit_store(with_parent))
     assert rig.load([7]).parent_keys == [key_of(6)]
-
-
-def test_a_block_that_is_too_large_is_refused(rig: Rig) -> None:
-    caps = rig.mover.caps
-    rig.mover.caps = type(caps)(100, caps.evicts, caps.durable, caps.creates_once)
-    assert rig.remote.submit_store(rig.store_batch([1], OF)) == Throttled("too_large")
 
 
 def test_figures() -> None:

@@ -29,12 +29,12 @@ from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Span, Unpopulated
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.session.arena import ArenaMapping
-from kvhearth.wire.frames import DONE, HEADER
+from kvhearth.wire.frames import DONE
 from kvhearth.wire.handshake import SegmentInfo, Welcome
 from kvhearth.wire.remote import Outcome
-from kvhearth_server.gateway.book import Book
 from kvhearth_server.gateway.calls import CallsConnection
-from kvhearth_server.gateway.data import DataConnection, _extents
+from kvhearth_server.gateway.data import DataConnection
+from kvhearth_server.gateway.grants import Grants, extents_of
 
 PAGE = mmap.PAGESIZE
 SLOTS = 64
@@ -209,20 +209,20 @@ def test_a_kernel_without_memory_is_not_touched(encoded: bool) -> None:
 
 def received(mapped: Mapped, *slots: int) -> list[int]:
     """Return the outcomes of a put of a page for each slot at a gateway."""
-    book, counts = Book(), SimpleNamespace(add=lambda *_: None)
+    grants = Grants()
     records = extents(*slots).tobytes()
-    book.reserve(1)
-    book.reserved(1, [records])
+    with grants.reserving(1) as granted:
+        granted.append(records)
 
     def fill(parts: list[memoryview], end: float) -> None:
         for part in parts:
             part[:] = bytes(len(part))
 
     stream: Any = SimpleNamespace(fill=fill)
-    session: Any = SimpleNamespace(mapping=mapped.arena, book=book)
-    tally: Any = counts
-    connection = DataConnection(stream, session, tally, window_bytes=1 << 20, frame_s=9.0)
-    return connection._store(_extents(bytearray(records)), 0.0)
+    session: Any = SimpleNamespace(mapping=mapped.arena, grants=grants)
+    counters: Any = SimpleNamespace(add=lambda *_: None)
+    connection = DataConnection(stream, session, counters)
+    return connection._store(extents_of(records), 0.0)
 
 
 def test_a_gateway_populates_what_it_receives_into(empty: Mapped) -> None:
@@ -298,7 +298,7 @@ def test_heartbeats_tell_the_arena(tmp_path: Path) -> None:
 def test_a_gateway_hears_the_heartbeats_that_it_relays(empty: Mapped) -> None:
     session: Any = SimpleNamespace(_session=SimpleNamespace(mapping=empty.arena))
     body = pb.HeartbeatResponse(unpopulated=[0, PAGE]).SerializeToString()
-    answer = DONE, memoryview(HEADER.pack(len(body), DONE, 1) + body)
+    answer = DONE, body
     assert CallsConnection._heartbeat(session, b"", lambda _: answer) == answer
     base = empty.arena.address(0)
     assert empty.arena.unpopulated.bounds is not None

@@ -23,8 +23,7 @@ from kvhearth_lab.harness.daemon import Daemon, tied
 from kvhearth_lab.hostile import good
 from kvhearth_lab.hostile.attack import NEEDS, SECOND_UID, Attack, Target, table
 from kvhearth_lab.hostile.figures import LATE_S, Calls, Row, least, only_slow, summary
-from kvhearth_server.gateway.identity import Identity
-from kvhearth_server.gateway.roster import add_token, new_token
+from kvhearth_server.gateway.tokens import Identity, add_token, new_token
 
 UID_A, UID_B, UID_NOBODY = 61001, 61002, 65534
 TENANT_MIB = 64

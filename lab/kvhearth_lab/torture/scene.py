@@ -28,7 +28,7 @@ from kvhearth_lab.torture.world_config import ROOMY
 from kvhearth_server.config.model import DEFAULT_TENANT_NAME
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import FilesystemKind, filesystem_kind
-from kvhearth_server.tiers.remote.names import object_name, space_name
+from kvhearth_server.tiers.remote.names import object_names, space_name
 
 _EVERY_S = 0.02
 _SOCKETS_CHARS = 60
@@ -309,10 +309,9 @@ class Scenario:
             contract = contract_of(page_bytes, shards=shards, model=model).to_json()
             label = self.labels.get(model, "")
             space = space_name(FLEET_KEY, DEFAULT_TENANT_NAME, contract, label, 0)
-            known = self.oracle.known(model)
-            found[model] = [
-                n for n in known if object_name(FLEET_KEY, space, key_of(model, n)) in names
-            ]
+            known = list(self.oracle.known(model))
+            made = object_names(FLEET_KEY, space, [key_of(model, each) for each in known])
+            found[model] = [n for n, name in zip(known, made, strict=True) if name in names]
         return found
 
     def excuse_unless_at_the_remote(self) -> None:

@@ -34,8 +34,7 @@ from kvhearth_server.memory.mapping import MIB, THP_FIX, Filesystem, FilesystemK
 from kvhearth_server.memory.plan import Room, room_of
 from kvhearth_server.preflight import arena_plan, problems
 from kvhearth_server.tier_startup import fleet_key, unusable_ssd_dir
-from kvhearth_server.tiers.remote.lifecycle import lifecycle_rule
-from kvhearth_server.tiers.remote.url import parse_remote
+from kvhearth_server.tiers.remote.url import lifecycle_rule, parse_remote
 from kvhearth_server.tiers.ssd.disk.probe import choose
 from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
 

@@ -16,15 +16,15 @@ from kvhearth_server.cli.config import with_flags
 from kvhearth_server.cli.output import AsJson, Config, flag, note, say, table, wrong
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.config.model import DEFAULT_TENANT_NAME
-from kvhearth_server.gateway.doors import Doors
-from kvhearth_server.gateway.identity import Identity
+from kvhearth_server.gateway.credentials import Credentials
 from kvhearth_server.gateway.process import SETTINGS, GatewayProcess
-from kvhearth_server.gateway.roster import (
+from kvhearth_server.gateway.tokens import (
+    Identity,
     add_token,
     new_token,
     parse_bounds,
     parse_role,
-    read_roster,
+    read_identities,
 )
 from kvhearth_server.observability import logs
 
@@ -45,7 +45,7 @@ def gateway(config: Config = None, **flags: object) -> None:
         settings = load_settings(flags | {"listen": LISTEN_DEFAULT}, config)
     logs.configure(settings.log_level, settings.log_format)
     logs.capture()
-    Doors(settings)  # wrong certificates and tokens end this start, not the process's
+    Credentials(settings)  # wrong certificates and tokens end this start, not the process's
     asyncio.run(_run(GatewayProcess(settings, lambda: None)))
 
 
@@ -115,7 +115,7 @@ def new(
 def ls(tokens_file: TokensFile = None, config: Config = None, as_json: AsJson = False) -> None:
     """List the identities of a file; it has no tokens, and hashes are not shown."""
     rows, found = [], []
-    for kind, identity in read_roster(_file(tokens_file, config)).rows:
+    for (kind, _), identity in read_identities(_file(tokens_file, config)).items():
         facts = asdict(identity)
         found.append({"kind": kind, **facts})
         bounds = " ".join(f"{name}={value}" for name, value in facts["bounds"].items() if value)

@@ -263,7 +263,7 @@ class Machine:
         mover = ProcessMover(url, fleet_key, [], 2 << 20, log_level="error")
         try:
             end = time.monotonic() + _REMOTE_S
-            while mover.state.caps is None and mover.state.problem == mover.starting:
+            while not mover.state.up and mover.state.problem == mover.starting:
                 if time.monotonic() > end:
                     return f"{url.place} does not answer in {_REMOTE_S:g} s; check the network"
                 select.select([mover.event_fd], [], [], 0.2)

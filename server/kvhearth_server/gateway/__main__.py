@@ -1,7 +1,4 @@
-"""``python -m kvhearth_server.gateway``: the gateway's process, whose parent listens for it.
-
-With arguments it is ``kvhearth gateway``.
-"""
+"""``python -m kvhearth_server.gateway``: the gateway's process, whose parent listens for it."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ import signal
 import socket
 import sys
 import threading
-from collections import Counter
+from functools import partial
 
 from kvhearth.errors import KVHearthError
 from kvhearth.url import UnixUrl
 from kvhearth_server.child import begin, watch_parent
 from kvhearth_server.config.load import Settings
-from kvhearth_server.gateway.doors import Doors
-from kvhearth_server.gateway.reporter import Reporter
-from kvhearth_server.gateway.server import Gateway, Limits
+from kvhearth_server.gateway.counters import ReportedCounters
+from kvhearth_server.gateway.credentials import Credentials
+from kvhearth_server.gateway.server import Gateway
 from kvhearth_server.observability import logs
 
 _SWITCH_S = 0.0002
@@ -35,15 +32,11 @@ def serve(settings: Settings, listener: socket.socket) -> None:
     Raises:
         KVHearthError: ``config_invalid`` for certificates or tokens that cannot be used.
     """
-    doors = Doors(settings)
     url = UnixUrl(settings.socket_dir)
-    gateway = Gateway(url, doors, Limits(handshake_s=settings.attach_timeout_s))
-    sources = {
-        "gateway_peers_refused": lambda: Counter(doors.refusals),
-        "gateway_bounds_met": gateway.meters.refusals,
-    }
-    reporter = Reporter(url, gateway.tally, sources)
-    reporter.thread.start()
+    counters = ReportedCounters(url)
+    credentials = Credentials(settings, partial(counters.add, "gateway_peers_refused"))
+    gateway = Gateway(url, credentials, counters, settings.attach_timeout_s)
+    counters.start()
     stopping = threading.Event()
     hung_up = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,10 +50,9 @@ def serve(settings: Settings, listener: socket.socket) -> None:
     while not stopping.wait(0.2):
         if hung_up.is_set():
             hung_up.clear()
-            doors.reload()
+            credentials.reload()
     gateway.stop()
-    reporter.thread.stop(1.0)
-    reporter.tell()
+    counters.stop()
 
 
 def main() -> int:
@@ -83,10 +75,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        from kvhearth_server.cli.app import run
-
-        sys.exit(run(["gateway", *sys.argv[1:]]))
     try:
         code = main()
     except KVHearthError as error:

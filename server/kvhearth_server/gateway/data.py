@@ -6,20 +6,27 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import EXTENT_RECORD, FLAG_SUMMED, checksum_of
-from kvhearth.native.blocks import BlockMover, block_mover
+from kvhearth.model import checksum_of
 from kvhearth.session.arena import ArenaMapping
-from kvhearth.wire.remote import RECORD_BYTES, DataFrame, DataKind, Outcome
-from kvhearth_server.gateway.book import Place, Put
+from kvhearth.wire import frames
+from kvhearth.wire.remote import (
+    DATA_HEADER,
+    RECORD_BYTES,
+    TOKEN_BYTES_MAX,
+    DataFrame,
+    DataKind,
+    Outcome,
+    Purpose,
+)
+from kvhearth_server.gateway.counters import ReportedCounters
+from kvhearth_server.gateway.grants import Extent, extents_of
 from kvhearth_server.gateway.sessions import RemoteSession
-from kvhearth_server.gateway.streams import Stream
-from kvhearth_server.gateway.tally import Tally
+from kvhearth_server.gateway.streams import FRAME_S, TERMS, Stream
 
 RATE_LEAST = 1 << 20
 """Bytes a second below which a payload is late."""
@@ -27,24 +34,7 @@ NICE = 10
 """Niceness of threads that move bytes: the daemon's loop and its local engines go first."""
 _BATCH_BYTES = 1 << 20
 _BATCH_EXTENTS = 256
-_ALONE_BYTES = 256 << 10
-"""Extents from this size on are summed one by one, which takes a twentieth less of the processor
-than the native module's call for all; for small ones the calls cost more.
-"""
 _WASTE_BYTES = 256 << 10
-
-
-class _Extent(NamedTuple):
-    """One record of a request."""
-
-    slot: int
-    place: Place
-    checksum: bytes
-
-    @property
-    def bytes(self) -> int:
-        """Length of its payload."""
-        return self.place[2]
 
 
 class DataConnection:
@@ -53,30 +43,41 @@ class DataConnection:
     Args:
         stream: the connection, opened with its token.
         session: its session.
-        window_bytes: most payload of one request.
-        frame_s: time for a frame, in addition to that of its payload.
+
+    Raises:
+        KVHearthError: ``bad_message``: the session has no arena.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        session: RemoteSession,
-        tally: Tally,
-        *,
-        window_bytes: int,
-        frame_s: float,
-    ) -> None:
+    purpose = Purpose.DATA
+
+    def __init__(self, stream: Stream, session: RemoteSession, counters: ReportedCounters) -> None:
         if session.mapping is None:
             raise KVHearthError(Reason.BAD_MESSAGE, "this session did not ask for the arena")
         self._mapping: ArenaMapping = session.mapping
         self._generations = session.mapping.generations
         self._stream = stream
         self._session = session
-        self._tally = tally
-        self._window_bytes = window_bytes
-        self._frame_s = frame_s
-        self._movers: dict[int, BlockMover | None] = {}
+        self._counters = counters
         self._waste: memoryview | None = None
+
+    @staticmethod
+    def token(stream: Stream, end: float) -> str:
+        """Return the token with which a connection opens.
+
+        Raises:
+            OSError: as ``Stream.read``.
+            KVHearthError: ``bad_message``.
+        """
+        frame, _ = _receive(stream, end, TOKEN_BYTES_MAX)
+        if frame.kind is not DataKind.OPEN:
+            raise KVHearthError(Reason.BAD_MESSAGE, "a connection opens once, with its token")
+        return stream.read(frame.payload_bytes, end).decode("ascii", "replace")
+
+    @staticmethod
+    def refusal(error: KVHearthError) -> bytes:
+        """Return the frame of a refusal."""
+        status = frames.encode_status(error)
+        return DataFrame(DataKind.REFUSED, 0, 0, len(status)).pack() + status
 
     def serve(self) -> None:
         """Answer requests until the connection ends.
@@ -90,45 +91,26 @@ class DataConnection:
         work = {DataKind.PUT: self._put, DataKind.GET: self._get}
         while True:
             self._stream.wait()
-            frame, records = self.receive(self._stream, self._window_bytes, self._frame_s)
+            frame, records = _receive(self._stream, time.monotonic() + FRAME_S, TERMS.window_bytes)
             answer = work.get(frame.kind)
             if answer is None:
                 raise KVHearthError(Reason.BAD_MESSAGE, f"no request is {frame.kind.name}")
-            self._session.meter.call()
-            self._tally.add("gateway_requests", 1, frame.kind.name.lower())
+            self._session.limits.call()
+            self._counters.add("gateway_requests", frame.kind.name.lower())
             answer(frame, records)
-
-    @staticmethod
-    def receive(stream: Stream, payload_max: int, frame_s: float) -> tuple[DataFrame, bytearray]:
-        """Return a frame's header and records; its payload is still to be received.
-
-        Raises:
-            OSError: as ``Stream.read``.
-            KVHearthError: ``bad_message``.
-        """
-        end = time.monotonic() + frame_s
-        frame = DataFrame.unpack(bytes(stream.read(_HEADER_BYTES, end)))
-        if frame.payload_bytes > payload_max:
-            raise KVHearthError(
-                Reason.BAD_MESSAGE,
-                f"a frame with {frame.payload_bytes} bytes of payload, at most {payload_max}",
-            )
-        return frame, stream.read(frame.count * RECORD_BYTES[frame.kind], end)
 
     # -- stores ------------------------------------------------------------------------------------
 
     def _put(self, frame: DataFrame, records: bytearray) -> None:
-        extents = _extents(records)
+        extents = extents_of(records)
         if sum(each.bytes for each in extents) != frame.payload_bytes or not extents:
             raise KVHearthError(Reason.BAD_MESSAGE, "a put's payload is not that of its extents")
         outcomes = self._store(extents, self._end(frame.payload_bytes))
-        self._tally.add("gateway_bytes", frame.payload_bytes, "in")
-        self._say(DataKind.STORED, frame.number, bytes(outcomes))
+        self._counters.add("gateway_bytes", "in", frame.payload_bytes)
+        self._finish(DataKind.STORED, frame.number, outcomes)
 
-    def _store(self, extents: list[_Extent], end: float) -> list[int]:
-        book, put = self._session.book, Put(self._stream)
-        outcomes: list[int] = list(book.begin_put(put, [(one.slot, one.place) for one in extents]))
-        try:
+    def _store(self, extents: list[Extent], end: float) -> list[int]:
+        with self._session.grants.put(self._stream, extents) as outcomes:
             self._mark_stale(extents, outcomes)
             if self._mapping.unpopulated.bounds is not None:
                 self._populate(extents, outcomes)
@@ -138,23 +120,25 @@ class DataConnection:
                     self._discard(sum(each.bytes for each in batch), end)
                     continue
                 self._stream.fill([self._view(each) for each in batch], end)
-                for at in self._wrong(batch):
-                    outcomes[first + at] = Outcome.CHECKSUM_MISMATCH
+                for at, each in enumerate(batch, first):
+                    if each.checksum and checksum_of(self._view(each)) != each.checksum:
+                        outcomes[at] = Outcome.CHECKSUM_MISMATCH
             if not self._mapping.alive():
                 raise KVHearthError(Reason.DAEMON_AWAY, "the daemon ended; attach again")
             self._mark_stale(extents, outcomes)
-        finally:
-            book.end_put(put)
-        self._count(outcomes)
         return outcomes
 
-    def _mark_stale(self, extents: list[_Extent], outcomes: list[int]) -> None:
-        """Note the extents whose slots have left use."""
+    def _mark_stale(
+        self, extents: list[Extent], outcomes: list[int], *, alive: bool = True
+    ) -> None:
+        """Note the extents whose slots have left use; all without a daemon."""
         for at, each in enumerate(extents):
-            if outcomes[at] == Outcome.OK and not self._live(each):
+            if outcomes[at] != Outcome.OK:
+                continue  # its slot may be none
+            if not alive or self._generations[each.slot] != each.place[3]:
                 outcomes[at] = Outcome.STALE_GENERATION
 
-    def _populate(self, extents: list[_Extent], outcomes: list[int]) -> None:
+    def _populate(self, extents: list[Extent], outcomes: list[int]) -> None:
         """Have the kernel populate the slots; note the extents for which there is no memory."""
         at = [index for index, outcome in enumerate(outcomes) if outcome == Outcome.OK]
         places = [extents[index].place for index in at]
@@ -163,28 +147,6 @@ class DataConnection:
         failed = self._mapping.unpopulated.populate(np.array(addresses, np.int64), sizes)
         for index in np.array(at)[failed].tolist():
             outcomes[index] = Outcome.NO_MEMORY
-
-    def _wrong(self, batch: Sequence[_Extent]) -> list[int]:
-        """Return which extents' bytes are not those of their checksums."""
-        summed = [at for at, each in enumerate(batch) if each.checksum]
-        if not summed:
-            return []
-        length = batch[0].bytes
-        mover = self._mover(length) if length < _ALONE_BYTES else None
-        if mover is None or any(batch[at].bytes != length for at in summed):
-            sums = [checksum_of(self._view(batch[at])) for at in summed]
-        else:
-            addresses = [self._mapping.address(batch[at].place[0]) for at in summed]
-            offsets = [batch[at].place[1] for at in summed]
-            found = mover.sum(np.array(addresses, np.int64) + np.array(offsets, np.int64))
-            sums = [row.tobytes() for row in found]
-        return [at for at, found in zip(summed, sums, strict=True) if batch[at].checksum != found]
-
-    def _mover(self, length: int) -> BlockMover | None:
-        if length not in self._movers:
-            self._movers.clear()
-            self._movers[length] = block_mover([(0, 0, length)])
-        return self._movers[length]
 
     def _discard(self, size: int, end: float) -> None:
         """Receive bytes that go nowhere."""
@@ -198,72 +160,60 @@ class DataConnection:
     # -- loads -------------------------------------------------------------------------------------
 
     def _get(self, frame: DataFrame, records: bytearray) -> None:
-        extents = _extents(records)
-        if frame.payload_bytes or sum(each.bytes for each in extents) > self._window_bytes:
+        extents = extents_of(records)
+        if frame.payload_bytes or sum(each.bytes for each in extents) > TERMS.window_bytes:
             raise KVHearthError(
                 Reason.BAD_MESSAGE,
-                f"a get has no payload, and asks for at most {self._window_bytes} bytes",
+                f"a get has no payload, and asks for at most {TERMS.window_bytes} bytes",
             )
-        leased = self._session.book.readable([(one.slot, one.place) for one in extents])
-        outcomes: list[int] = [
-            (Outcome.OK if self._live(each) else Outcome.STALE_GENERATION)
-            if good
-            else Outcome.FOREIGN_EXTENT
-            for each, good in zip(extents, leased, strict=True)
-        ]
+        outcomes = self._session.grants.readable(extents)
+        self._mark_stale(extents, outcomes)
         chosen = [one for one, found in zip(extents, outcomes, strict=True) if found == Outcome.OK]
         size = sum(each.bytes for each in chosen)
         header = DataFrame(DataKind.BYTES, len(outcomes), frame.number, size).pack()
         parts: list[memoryview | bytes] = [header + bytes(outcomes)]
         parts += [self._view(each) for each in chosen]
         self._stream.send(parts, self._end(size))
-        alive = self._mapping.alive()
-        for at, each in enumerate(extents):
-            if outcomes[at] == Outcome.OK and not (alive and self._live(each)):
-                outcomes[at] = Outcome.STALE_GENERATION
-        self._count(outcomes)
-        self._tally.add("gateway_bytes", size, "out")
-        self._say(DataKind.COPIED, frame.number, bytes(outcomes))
+        self._mark_stale(extents, outcomes, alive=self._mapping.alive())
+        self._counters.add("gateway_bytes", "out", size)
+        self._finish(DataKind.COPIED, frame.number, outcomes)
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _say(self, kind: DataKind, number: int, outcomes: bytes) -> None:
+    def _finish(self, kind: DataKind, number: int, outcomes: list[int]) -> None:
+        """Count the outcomes of a request and send its last answer."""
+        for outcome in set(outcomes) - {Outcome.OK}:
+            self._counters.add(
+                "gateway_extents_refused", Outcome(outcome).name.lower(), outcomes.count(outcome)
+            )
         header = DataFrame(kind, len(outcomes), number, 0).pack()
-        self._stream.send([header + outcomes], self._end(0))
+        self._stream.send([header + bytes(outcomes)], self._end(0))
 
     def _end(self, size: int) -> float:
-        return time.monotonic() + self._frame_s + size / RATE_LEAST
+        return time.monotonic() + FRAME_S + size / RATE_LEAST
 
-    def _live(self, extent: _Extent) -> bool:
-        return bool(self._generations[extent.slot] == extent.place[3])
-
-    def _view(self, extent: _Extent) -> memoryview:
+    def _view(self, extent: Extent) -> memoryview:
         segment, offset, length, _ = extent.place
         return self._mapping.view(segment)[offset : offset + length].data
 
-    def _count(self, outcomes: Sequence[int]) -> None:
-        for outcome in set(outcomes) - {Outcome.OK}:
-            self._tally.add(
-                "gateway_extents_refused", outcomes.count(outcome), Outcome(outcome).name.lower()
-            )
 
+def _receive(stream: Stream, end: float, payload_max: int) -> tuple[DataFrame, bytearray]:
+    """Return a frame's header and records; its payload is still to be received.
 
-_HEADER_BYTES = len(DataFrame(DataKind.OPEN, 0, 0, 0).pack())
-
-
-def _extents(records: bytearray) -> list[_Extent]:
-    """Parse the records of a request; ``checksum`` is empty where none travels."""
-    return [
-        _Extent(
-            slot, (segment, offset, length, generation), checksum if flags & FLAG_SUMMED else b""
+    Raises:
+        OSError: as ``Stream.read``.
+        KVHearthError: ``bad_message``.
+    """
+    frame = DataFrame.unpack(bytes(stream.read(DATA_HEADER.size, end)))
+    if frame.payload_bytes > payload_max:
+        raise KVHearthError(
+            Reason.BAD_MESSAGE,
+            f"a frame with {frame.payload_bytes} bytes of payload, at most {payload_max}",
         )
-        for slot, segment, flags, offset, length, generation, checksum in EXTENT_RECORD.iter_unpack(
-            records
-        )
-    ]
+    return frame, stream.read(frame.count * RECORD_BYTES[frame.kind], end)
 
 
-def _batches(extents: list[_Extent], outcomes: list[int]) -> Iterator[tuple[int, int]]:
+def _batches(extents: list[Extent], outcomes: list[int]) -> Iterator[tuple[int, int]]:
     """Yield runs of extents that are received by one call: alike, and small enough to be summed
     while they are in the processor's cache.
     """

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
-from kvhearth_server.gateway.listeners import listen
 from kvhearth_server.observability.logs import get_logger
 
 SETTINGS = (
@@ -26,6 +28,9 @@ SETTINGS = (
 """Settings of a gateway."""
 _PASSED = frozenset((*SETTINGS, "memory", "slab_bytes", "slot_bytes_min"))
 """Settings that a child gets: those of memory, by which the tenants' are checked, too."""
+_BACKLOG = 256
+_TAKEN_S = 3.0
+_TAKEN_PAUSE_S = 0.05
 _PAUSE_FIRST_S = 0.1
 _PAUSE_MAX_S = 5.0
 _STEADY_S = 10.0
@@ -130,3 +135,41 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        KVHearthError: ``socket_unusable``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _bind(listener, host, port)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise KVHearthError(
+            Reason.SOCKET_UNUSABLE,
+            f"cannot listen on {host}:{port} ({error.strerror or error}); give a free port of an "
+            "address of this machine",
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _bind(listener: socket.socket, host: str, port: int) -> None:
+    """Bind; wait a little for a port that is taken, most likely by the gateway of a daemon that was
+    killed a moment ago.
+    """
+    end = time.monotonic() + _TAKEN_S
+    while True:
+        try:
+            listener.bind((host, port))
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                raise
+            time.sleep(_TAKEN_PAUSE_S)

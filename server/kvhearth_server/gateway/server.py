@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import ssl
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import UnixUrl
-from kvhearth.wire import frames
 from kvhearth.wire.handshake import (
     FRAME_HEADER_BYTES,
     HELLO_PARTS_MAX,
@@ -23,32 +21,21 @@ from kvhearth.wire.handshake import (
     encode_frame,
     refused,
 )
-from kvhearth.wire.remote import (
-    PREFACE,
-    TOKEN_BYTES_MAX,
-    DataFrame,
-    DataKind,
-    GatewayTerms,
-    Identify,
-    Purpose,
-    purpose_of,
-)
+from kvhearth.wire.remote import PREFACE, Identify, Purpose, purpose_of
 from kvhearth.worker_thread import SupervisedThread
-from kvhearth_server.gateway.calls import Budget, CallsConnection
+from kvhearth_server.gateway.calls import CallsConnection
+from kvhearth_server.gateway.counters import ReportedCounters
+from kvhearth_server.gateway.credentials import Credentials
 from kvhearth_server.gateway.data import DataConnection
-from kvhearth_server.gateway.doors import Doors
-from kvhearth_server.gateway.identity import Identity
-from kvhearth_server.gateway.meter import Meter, Meters
 from kvhearth_server.gateway.sessions import RemoteSession, Sessions
-from kvhearth_server.gateway.streams import Ended, Stream
-from kvhearth_server.gateway.tally import Tally
+from kvhearth_server.gateway.streams import FRAME_S, TERMS, Ended, Stream
+from kvhearth_server.gateway.tokens import Identity
 from kvhearth_server.observability.logs import LimitedLog, get_logger
 
 _IDENTIFY_BYTES_MAX = 4096
 _BYE_BYTES_MAX = 256
 _UNOPENED_MAX = 64
 _CONNECTIONS_MAX = 1024
-_BUDGET_BYTES = 64 << 20
 _JANITOR_S = 0.2
 _ACCEPT_WAIT_S = 0.5
 _ACCEPT_PAUSE_S = 0.1
@@ -58,63 +45,29 @@ _log = get_logger("kvhearth.gateway")
 _troubles = LimitedLog(_log)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of a gateway; see ``GatewayTerms``.
-
-    Attributes:
-        handshake_s: time for a connection to open.
-        frame_s: time for a frame, in addition to that of its payload.
-    """
-
-    window_bytes: int = 64 << 20
-    data_connections: int = 32
-    calls_connections: int = 32
-    resume_s: float = 10.0
-    keepalive_s: float = 15.0
-    handshake_s: float = 5.0
-    frame_s: float = 10.0
-
-
-@dataclass(eq=False)
-class _Guest:
-    """An accepted connection; ``socket`` is replaced by that of TLS."""
-
-    socket: socket.socket
-    peer: str
-    since: float
-
-    @property
-    def address(self) -> str:
-        """The peer's address without its port."""
-        return self.peer.rpartition(":")[0]
-
-    def shut(self) -> None:
-        """Make its thread's system calls return."""
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
-
-
 class Gateway:
     """Serves engines on other hosts.
 
     Args:
         url: the daemon.
-        doors: tell who a peer is, and whether connections are secured.
+        credentials: tell who a peer is, and whether connections are secured.
+        handshake_s: time for a connection to open.
     """
 
-    def __init__(self, url: UnixUrl, doors: Doors, limits: Limits) -> None:
-        self.tally = Tally()
-        self.meters = Meters()
-        self.sessions = Sessions(url, self.meters, speaks=doors.know_peers)
-        self._url = url
-        self._doors = doors
-        self._limits = limits
-        self._budget = Budget(_BUDGET_BYTES)
+    def __init__(
+        self,
+        url: UnixUrl,
+        credentials: Credentials,
+        counters: ReportedCounters,
+        handshake_s: float,
+    ) -> None:
+        self._sessions = Sessions(url, counters, speaks=credentials.know_peers)
+        self._credentials = credentials
+        self._counters = counters
+        self._handshake_s = handshake_s
         self._lock = threading.Lock()
-        self._unopened: dict[_Guest, None] = {}
-        self._open = 0
-        self._closing = False
+        self._connections: dict[Stream, bool] = {}
+        """Whether each connection has opened, oldest first."""
         self._attaching = threading.Lock()
         self._janitor = SupervisedThread("gateway-janitor", self._tidy)
         self._threads = [self._janitor]
@@ -126,16 +79,13 @@ class Gateway:
             thread.start()
 
     def stop(self) -> None:
-        """Refuse new connections and end all sessions, after their transfers."""
-        self._closing = True
+        """Accept no connections any more and end all sessions, after their transfers."""
         for thread in self._threads:
             thread.stop(_STOP_S)
-        with self._lock:
-            unopened = list(self._unopened)
-        for guest in unopened:
-            guest.shut()
-        for session in self.sessions.all():
-            self.sessions.end(session, "gateway ends")
+        for stream in self._unopened():
+            stream.end()
+        for session in self._sessions.all():
+            self._sessions.end(session, "gateway ends")
 
     # -- connections -------------------------------------------------------------------------------
 
@@ -152,118 +102,110 @@ class Gateway:
             _troubles.warning("gateway.cannot_accept", kind="accept", error=str(error))
             self._janitor.rest(_ACCEPT_PAUSE_S)
             return
-        self.tally.add("gateway_connections")
-        guest = _Guest(connection, "{}:{}".format(*place[:2]), time.monotonic())
-        with self._lock:
-            full = self._open >= _CONNECTIONS_MAX or self._closing
-            if not full:
-                self._open += 1
-                self._unopened[guest] = None
-                if len(self._unopened) > _UNOPENED_MAX:
-                    oldest = next(iter(self._unopened))
-                    del self._unopened[oldest]
-                    oldest.shut()
-        if full:
+        self._counters.add("gateway_connections")
+        stream = Stream(connection, "{}:{}".format(*place[:2]))
+        if len(self._connections) >= _CONNECTIONS_MAX:
             refusal = KVHearthError(Reason.TOO_MANY_SESSIONS, "too many connections; close some")
-            if self._closing:
-                refusal = KVHearthError(Reason.DRAINING, "the gateway is ending; connect again")
-            self._refused(refusal, guest.peer)
-            connection.close()
+            self._refused(refusal, stream.peer)
+            stream.close()
             return
+        with self._lock:
+            self._connections[stream] = False
+        for late in self._unopened()[:-_UNOPENED_MAX]:
+            late.end()
         main = threading.Thread(
-            target=self._run, args=(guest,), name="gateway-connection", daemon=True
+            target=self._run, args=(stream,), name="gateway-connection", daemon=True
         )
         try:
             main.start()
         except RuntimeError:  # the machine has no room for a thread
-            self._ended(guest)
+            self._ended(stream)
             raise
 
-    def _run(self, guest: _Guest) -> None:
+    def _run(self, stream: Stream) -> None:
         """Serve a connection: the main of its thread."""
         try:
-            self._serve(guest)
+            self._serve(stream)
         except Ended:
             pass
         except KVHearthError as error:
-            self._refused(error, guest.peer)
+            self._refused(error, stream.peer)
         except OSError as error:
             why = str(error) or "too slow"
-            _troubles.info("gateway.lost", kind="lost", peer=guest.peer, why=why)
+            _troubles.info("gateway.lost", kind="lost", peer=stream.peer, why=why)
         except Exception:  # noqa: BLE001 - a connection's main: its bug is not the others'
-            self.tally.add("gateway_refusals", 1, str(Reason.INTERNAL))
-            _log.exception("gateway.connection_failed", peer=guest.peer)
+            self._counters.add("gateway_refusals", str(Reason.INTERNAL))
+            _log.exception("gateway.connection_failed", peer=stream.peer)
         finally:
-            self._ended(guest)
+            self._ended(stream)
 
-    def _ended(self, guest: _Guest) -> None:
-        self._opened(guest)
+    def _ended(self, stream: Stream) -> None:
         with self._lock:
-            self._open -= 1
-        with contextlib.suppress(OSError):
-            guest.socket.close()
+            del self._connections[stream]
+        stream.close()
 
-    def _opened(self, guest: _Guest) -> None:
+    def _opened(self, stream: Stream) -> None:
         with self._lock:
-            self._unopened.pop(guest, None)
+            self._connections[stream] = True
 
-    def _serve(self, guest: _Guest) -> None:
-        end = guest.since + self._limits.handshake_s
-        guest.socket.settimeout(self._limits.handshake_s)
-        context = self._doors.context
+    def _unopened(self) -> list[Stream]:
+        with self._lock:
+            return [stream for stream, opened in self._connections.items() if not opened]
+
+    def _serve(self, stream: Stream) -> None:
+        end = stream.began + self._handshake_s
+        context = self._credentials.context
         if context is not None:
-            _shake_hands(guest, context)
-        stream = Stream(guest.socket, self._limits.keepalive_s)
-        stream.wait(end)
+            stream.secure(context, self._handshake_s)
         purpose = purpose_of(bytes(stream.read(PREFACE.size, end)))
-        serve = {
-            Purpose.LIFE_LINE: self._live,
-            Purpose.CALLS: self._calls,
-            Purpose.DATA: self._data,
-        }
-        serve[purpose](stream, guest, end)
+        if purpose is Purpose.LIFE_LINE:
+            self._live(stream, end)
+        else:
+            kind = CallsConnection if purpose is Purpose.CALLS else DataConnection
+            self._join(kind, stream, end)
 
     def _refused(self, error: KVHearthError, peer: str) -> None:
-        self.tally.add("gateway_refusals", 1, str(error.reason))
+        reason = str(error.reason)
+        self._counters.add("gateway_refusals", reason)
         _troubles.warning(
-            "gateway.refused",
-            kind=str(error.reason),
-            reason=str(error.reason),
-            why=error.message,
-            peer=peer,
+            "gateway.refused", kind=reason, reason=reason, why=error.message, peer=peer
         )
+
+    def _join(
+        self, kind: type[CallsConnection | DataConnection], stream: Stream, end: float
+    ) -> None:
+        """Serve a connection for calls or data, which opens with its session's token."""
+        try:
+            session = self._sessions.find(kind.token(stream, end))
+            with session.connection(stream, kind.purpose):
+                self._opened(stream)
+                kind(stream, session, self._counters).serve()
+        except KVHearthError as error:
+            stream.refuse(kind.refusal(error))
+            raise
 
     # -- life lines --------------------------------------------------------------------------------
 
-    def _live(self, stream: Stream, guest: _Guest, end: float) -> None:
-        meter: Meter | None = None
+    def _live(self, stream: Stream, end: float) -> None:
         try:
             asked = Identify.from_message(_message(stream, _IDENTIFY_BYTES_MAX, end))
-            certificate: Any = None
-            if isinstance(guest.socket, ssl.SSLSocket):
-                certificate = guest.socket.getpeercert()
-            identity = self._doors.identify(asked.secret, certificate, guest.address)
-            found = self.meters.of(identity)
-            found.open_connection()
-            meter = found
-            session = self._open_session(stream, guest, asked, identity, end)
-            self._opened(guest)
-            over = self._hold(session, stream)
+            identity = self._credentials.identify(asked.secret, stream.certificate, stream.address)
+            with self._sessions.limits_of(identity).connection():
+                session = self._open_session(stream, asked, identity, end)
+                self._opened(stream)
+                over = self._hold(session, stream)
         except KVHearthError as error:
             stream.refuse(encode_frame(refused(error)))
             raise
-        finally:
-            if meter is not None:
-                meter.close_connection()
         if over:
-            self.sessions.end(session, "bye")
+            self._sessions.end(session, "bye")
 
     def _open_session(
-        self, stream: Stream, guest: _Guest, asked: Identify, identity: Identity, end: float
+        self, stream: Stream, asked: Identify, identity: Identity, end: float
     ) -> RemoteSession:
         """Return the session of a new life line."""
         if asked.resume:
-            session = self.sessions.find(asked.resume)
+            session = self._sessions.find(asked.resume)
             if not session.belongs_to(identity):
                 raise KVHearthError(Reason.UNKNOWN_TOKEN, "no session has this token; attach again")
             session.take_line(stream)
@@ -272,13 +214,13 @@ class Gateway:
         hello = Hello.from_message(_message(stream, None, end))
         # One at a time: many would take the interpreter from those whose calls are relayed.
         with self._attaching:
-            session = self.sessions.open(identity, hello)
+            session = self._sessions.open(identity, hello)
         with contextlib.ExitStack() as undo:
-            undo.callback(self.sessions.end, session, "no welcome")
+            undo.callback(self._sessions.end, session, "no welcome")
             session.take_line(stream)
-            answer = encode_frame(self._terms().to_message())
-            answer += encode_frame(session.remote_welcome.to_message())
-            stream.send([answer], time.monotonic() + self._limits.handshake_s)
+            answer = encode_frame(TERMS.to_message())
+            answer += encode_frame(replace(session.welcome, token=session.token).to_message())
+            stream.send([answer], time.monotonic() + self._handshake_s)
             undo.pop_all()
         _log.info(
             "gateway.attached",
@@ -287,19 +229,9 @@ class Gateway:
             session=session.welcome.session,
             identity=identity.name,
             tenant=identity.tenant,
-            peer=guest.peer,
+            peer=stream.peer,
         )
         return session
-
-    def _terms(self) -> GatewayTerms:
-        limits = self._limits
-        return GatewayTerms(
-            limits.window_bytes,
-            limits.data_connections,
-            limits.calls_connections,
-            limits.resume_s,
-            limits.keepalive_s,
-        )
 
     def _hold(self, session: RemoteSession, stream: Stream) -> bool:
         """Wait for the end of a life line; return whether it ends the session now."""
@@ -311,7 +243,7 @@ class Gateway:
             while session.daemon.alive() and not session.ended:
                 ready = {fd for fd, _ in ends.poll(_HOLD_MS)}
                 if stream.pending() or stream.socket.fileno() in ready:
-                    end = time.monotonic() + self._limits.frame_s
+                    end = time.monotonic() + FRAME_S
                     if _message(stream, _BYE_BYTES_MAX, end) != {"kind": "bye"}:
                         raise KVHearthError(Reason.BAD_MESSAGE, "a life line carries only 'bye'")
                     return True
@@ -319,80 +251,21 @@ class Gateway:
         except OSError:
             over = session.ended or not session.daemon.alive()
         finally:
-            mine = session.broken(stream, time.monotonic() + self._limits.resume_s)
+            mine = session.broken(stream)
         return mine and over
 
     def _tidy(self) -> None:
         """End sessions whose life line stayed broken, or whose daemon went away."""
-        for session in self.sessions.all():
-            late = session.line is None and time.monotonic() > session.expires
+        for session in self._sessions.all():
             if not session.daemon.alive():
-                self.sessions.end(session, "daemon away")
-            elif late:
-                self.sessions.end(session, "lost")
-        old = time.monotonic() - self._limits.handshake_s
-        with self._lock:
-            late_ones = [each for each in self._unopened if each.since < old]
-        for guest in late_ones:
-            guest.shut()
-        self.sessions.settle()
+                self._sessions.end(session, "daemon away")
+            elif time.monotonic() > session.expires:
+                self._sessions.end(session, "lost")
+        old = time.monotonic() - self._handshake_s
+        for stream in self._unopened():
+            if stream.began < old:
+                stream.end()
         self._janitor.rest(_JANITOR_S)
-
-    # -- calls and data ----------------------------------------------------------------------------
-
-    def _calls(self, stream: Stream, guest: _Guest, end: float) -> None:
-        served: CallsConnection | None = None
-        session: RemoteSession | None = None
-        try:
-            header = frames.HEADER
-            size, kind, _ = header.unpack(stream.read(header.size, end))
-            frames.check_size(size, TOKEN_BYTES_MAX)
-            if kind != frames.OPEN:
-                raise KVHearthError(Reason.BAD_MESSAGE, "a connection opens once, with its token")
-            found = self.sessions.find(stream.read(size, end).decode("ascii", "replace"))
-            found.join(stream, Purpose.CALLS, self._limits.calls_connections)
-            session = found
-            self._opened(guest)
-            served = CallsConnection(
-                *(stream, session, self._url.calls_path, self.tally, self._budget),
-                frame_s=self._limits.frame_s,
-            )
-            stream.send([header.pack(0, frames.DONE, 0)], time.monotonic() + 1)
-            served.serve()
-        except KVHearthError as error:
-            status = frames.encode_status(error)
-            stream.refuse(frames.HEADER.pack(len(status), frames.REFUSED, 0) + status)
-            raise
-        finally:
-            if served is not None:
-                served.close()
-            if session is not None:
-                session.leave(stream)
-
-    def _data(self, stream: Stream, guest: _Guest, end: float) -> None:
-        session: RemoteSession | None = None
-        try:
-            frame, _ = DataConnection.receive(stream, TOKEN_BYTES_MAX, self._limits.handshake_s)
-            if frame.kind is not DataKind.OPEN:
-                raise KVHearthError(Reason.BAD_MESSAGE, "a connection opens once, with its token")
-            token = stream.read(frame.payload_bytes, end).decode("ascii", "replace")
-            found = self.sessions.find(token)
-            found.join(stream, Purpose.DATA, self._limits.data_connections)
-            session = found
-            self._opened(guest)
-            DataConnection(
-                *(stream, session, self.tally),
-                window_bytes=self._limits.window_bytes,
-                frame_s=self._limits.frame_s,
-            ).serve()
-        except KVHearthError as error:
-            status = frames.encode_status(error)
-            header = DataFrame(DataKind.REFUSED, 0, 0, len(status)).pack()
-            stream.refuse(header + status)
-            raise
-        finally:
-            if session is not None:
-                session.leave(stream)
 
 
 def _message(stream: Stream, bytes_max: int | None, end: float) -> dict[str, Any]:
@@ -412,24 +285,3 @@ def _message(stream: Stream, bytes_max: int | None, end: float) -> dict[str, Any
     if not messages:
         messages = decoder.feed(bytes(stream.read(int.from_bytes(head, "little"), end)))
     return messages[0]
-
-
-def _shake_hands(guest: _Guest, context: ssl.SSLContext) -> None:
-    """Begin TLS on a new connection.
-
-    Raises:
-        KVHearthError: ``peer_not_allowed``: the peer shows no good certificate, or speaks no TLS.
-        OSError: the connection ended.
-    """
-    # Known to the guest before the first byte, so that the janitor can end a slow handshake.
-    guest.socket = secured = context.wrap_socket(
-        guest.socket, server_side=True, do_handshake_on_connect=False
-    )
-    try:
-        secured.do_handshake()
-    except ssl.SSLEOFError:
-        raise Ended("the peer closed the connection in its handshake") from None
-    except ssl.SSLError as error:
-        why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else ""
-        why = why or (error.reason or "it speaks no TLS").lower().replace("_", " ")
-        raise KVHearthError(Reason.PEER_NOT_ALLOWED, f"no TLS connection: {why}") from None

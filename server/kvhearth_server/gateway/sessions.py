@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
@@ -18,16 +19,21 @@ from kvhearth.session.link import Session, attach
 from kvhearth.url import UnixUrl
 from kvhearth.wire.handshake import Hello, Welcome
 from kvhearth.wire.remote import Purpose
-from kvhearth_server.gateway.book import Book
-from kvhearth_server.gateway.identity import Identity
-from kvhearth_server.gateway.meter import Meter, Meters
-from kvhearth_server.gateway.streams import Stream
+from kvhearth_server.gateway.counters import ReportedCounters
+from kvhearth_server.gateway.grants import Grants
+from kvhearth_server.gateway.limits import IdentityLimits
+from kvhearth_server.gateway.streams import TERMS, Stream
+from kvhearth_server.gateway.tokens import Identity
 from kvhearth_server.observability.logs import get_logger
 
 END_S = 10.0
 """Time for a session's transfers to end once their connections are shut."""
 _POPULATED_PAGES_MAX = 1 << 18
 """Pages beyond which page tables are not filled ahead: each session has its own, 8 bytes a page."""
+
+_IDLE_MAX = 1024
+"""Limits of identities that nobody uses are forgotten beyond this number."""
+_CONNECTIONS_MAX = {Purpose.CALLS: TERMS.calls_connections, Purpose.DATA: TERMS.data_connections}
 
 GroupKey = tuple[str, str, int]
 """Tenant, engine id and incarnation."""
@@ -39,34 +45,38 @@ class RemoteSession:
     """One attached remote process.
 
     Attributes:
-        meter: counts what its identity uses.
+        limits: those of its identity.
         token: names the session to the gateway; the daemon's own never leaves the gateway.
-        book: the grants of its group.
+        grants: those of its group.
+        daemon: the daemon's session.
+        calls_path: the daemon's calls socket.
         mapping: the arena; None for a process that did not ask for it.
-        line: the life line; None while it is broken, and before the first.
-        expires: monotonic time at which a broken life line ends the session; infinite before the
-            first.
+        expires: monotonic time at which a broken life line ends the session; infinite with one, and
+            before the first.
     """
 
     def __init__(
         self,
         identity: Identity,
-        meter: Meter,
+        limits: IdentityLimits,
         hello: Hello,
         session: Session,
+        calls_path: str,
         mapping: ArenaMapping | None,
     ) -> None:
         self.token = secrets.token_urlsafe(32)
         self.identity = identity
-        self.meter = meter
+        self.limits = limits
         self.hello = hello
         self.daemon = session
+        self.calls_path = calls_path
         self.mapping = mapping
         self.contract = Contract.from_json(hello.contract)
-        self.book = Book()
-        self.line: Stream | None = None
+        self.grants = Grants()
         self.expires = math.inf
         self.ended = False
+        self._line: Stream | None = None
+        self._late = False
         self._changed = threading.Condition()
         self._streams: dict[Stream, Purpose] = {}
 
@@ -80,71 +90,68 @@ class RemoteSession:
         return self.daemon.welcome
 
     @property
-    def remote_welcome(self) -> Welcome:
-        """The welcome for the remote process."""
-        return replace(self.welcome, token=self.token)
-
-    @property
     def group(self) -> GroupKey:
         """Key of its group."""
         return self.identity.tenant, self.hello.engine_id, self.welcome.incarnation
 
-    def join(self, stream: Stream, purpose: Purpose, most: int) -> None:
-        """Add a connection for calls or data.
+    @contextlib.contextmanager
+    def connection(self, stream: Stream, purpose: Purpose) -> Iterator[None]:
+        """Add a connection for calls or data meanwhile.
 
         Raises:
             KVHearthError: ``unknown_token`` if the session has ended, ``too_many_sessions`` if it
-                has ``most`` of them.
+                has too many of them.
         """
-        with self._changed:
-            if self.ended:
-                raise KVHearthError(Reason.UNKNOWN_TOKEN, "the session has ended; attach again")
-            if sum(each is purpose for each in self._streams.values()) >= most:
-                raise KVHearthError(
-                    Reason.TOO_MANY_SESSIONS,
-                    f"the session has {most} connections for {purpose.name.lower()}; close some",
-                )
-            self.meter.open_connection()
-            self._streams[stream] = purpose
+        with self.limits.connection():
+            with self._changed:
+                if self.ended:
+                    raise KVHearthError(Reason.UNKNOWN_TOKEN, "the session has ended; attach again")
+                most = _CONNECTIONS_MAX[purpose]
+                if list(self._streams.values()).count(purpose) >= most:
+                    raise KVHearthError(
+                        Reason.TOO_MANY_SESSIONS,
+                        f"the session has {most} connections for {purpose.name.lower()}; close "
+                        "some",
+                    )
+                self._streams[stream] = purpose
+            try:
+                yield
+            finally:
+                with self._changed:
+                    del self._streams[stream]
+                    self._changed.notify_all()
+                    if self._late and self._settled():
+                        self._late = False
+                        self.daemon.goodbye()
 
-    def leave(self, stream: Stream) -> None:
-        """Remove a connection; its thread touches no slot any more."""
+    def take_line(self, stream: Stream) -> None:
+        """Set the life line; an earlier one is ended."""
         with self._changed:
-            if self._streams.pop(stream, None) is not None:
-                self.meter.close_connection()
-            self._changed.notify_all()
-
-    def note_held(self) -> None:
-        """Tell the meter what the group's book holds now."""
-        self.meter.hold(id(self.book), *self.book.held())
-
-    def take_line(self, stream: Stream | None, expires: float = 0.0) -> None:
-        """Set the life line, None for a broken one; an earlier one is ended."""
-        with self._changed:
-            before, self.line, self.expires = self.line, stream, expires
-        if before is not None and stream is not None:
+            before, self._line, self.expires = self._line, stream, math.inf
+        if before is not None:
             before.end()
 
-    def broken(self, stream: Stream, expires: float) -> bool:
+    def broken(self, stream: Stream) -> bool:
         """Note that a life line broke; False if it was another's turn already."""
         with self._changed:
-            if self.line is not stream:
+            if self._line is not stream:
                 return False
-            self.line, self.expires = None, expires
+            self._line, self.expires = None, time.monotonic() + TERMS.resume_s
             return True
 
     def shut(self) -> bool:
-        """End all connections, and wait for the threads that move bytes; False if one goes on."""
+        """End all connections, and wait for the threads that move bytes. Return False if one goes
+        on: the daemon is told once it has ended, since it would keep the slots aside for as long as
+        this process lives.
+        """
         with self._changed:
             self.ended = True
-            if self.line is not None:
-                self.line.end()
-            for stream in self._streams:
+            for stream in (*self._streams, *([self._line] if self._line else ())):
                 stream.end()
-            return self._changed.wait_for(self.settled, END_S)
+            self._late = not self._changed.wait_for(self._settled, END_S)
+            return not self._late
 
-    def settled(self) -> bool:
-        """Return whether no thread moves bytes of the session."""
+    def _settled(self) -> bool:
         return Purpose.DATA not in self._streams.values()
 
 
@@ -153,18 +160,31 @@ class Sessions:
 
     Args:
         url: the daemon.
-        meters: of the identities.
+        counters: of bounds that were met.
         speaks: see ``hello_for``.
     """
 
-    def __init__(self, url: UnixUrl, meters: Meters, *, speaks: bool) -> None:
-        self.url = url
-        self._meters = meters
+    def __init__(self, url: UnixUrl, counters: ReportedCounters, *, speaks: bool) -> None:
+        self._url = url
+        self._bound_met = partial(counters.add, "gateway_bounds_met")
         self._speaks = speaks
         self._lock = threading.Lock()
-        self._by_token: dict[bytes, RemoteSession] = {}
-        self._books: dict[GroupKey, Book] = {}
-        self._unsettled: list[RemoteSession] = []
+        self._by_token: dict[str, RemoteSession] = {}
+        self._groups: dict[GroupKey, Grants] = {}
+        self._limits: dict[str, IdentityLimits] = {}
+
+    def limits_of(self, identity: Identity) -> IdentityLimits:
+        """Return an identity's limits, with its present bounds."""
+        name = identity.name
+        with self._lock:
+            if name not in self._limits:
+                if len(self._limits) >= _IDLE_MAX:
+                    used = {key: each for key, each in self._limits.items() if not each.idle}
+                    self._limits = used
+                self._limits[name] = IdentityLimits(name, self._bound_met)
+            found = self._limits[name]
+        found.use(identity.bounds)
+        return found
 
     def open(self, identity: Identity, hello: Hello) -> RemoteSession:
         """Attach for a remote process. Ended first are a session that it names as its previous
@@ -174,22 +194,23 @@ class Sessions:
             KVHearthError: as ``kvhearth.session.link.attach``; ``memory_unavailable``.
         """
         for each in self.all():
-            if _precedes(each, identity, hello) or _makes_way(each, identity, hello):
+            if _gives_way(each, identity, hello):
                 self.end(each, "followed")
-        meter = self._meters.of(identity)
-        meter.open_session()
+        limits = self.limits_of(identity)
+        limits.enter("sessions")
         with contextlib.ExitStack() as undo:
-            undo.callback(meter.close_session)
-            opened = self._attach(identity, meter, hello)
+            undo.callback(limits.leave, "sessions")
+            opened = self._attach(identity, limits, hello)
             undo.pop_all()
         with self._lock:
-            opened.book = self._books.setdefault(opened.group, opened.book)
-            opened.book.ranks.add(hello.rank)
-            self._by_token[_digest(opened.token)] = opened
+            opened.grants = self._groups.setdefault(opened.group, opened.grants)
+            opened.grants.ranks.add(hello.rank)
+            limits.grants.append(opened.grants)
+            self._by_token[opened.token] = opened
         return opened
 
-    def _attach(self, identity: Identity, meter: Meter, hello: Hello) -> RemoteSession:
-        session = attach(self.url, hello_for(identity, hello, speaks=self._speaks))
+    def _attach(self, identity: Identity, limits: IdentityLimits, hello: Hello) -> RemoteSession:
+        session = attach(self._url, hello_for(identity, hello, speaks=self._speaks))
         with contextlib.ExitStack() as undo:
             undo.callback(session.goodbye)
             mapping = None
@@ -208,7 +229,8 @@ class Sessions:
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            opened = RemoteSession(identity, meter, hello, session, mapping)
+            calls_path = self._url.calls_path
+            opened = RemoteSession(identity, limits, hello, session, calls_path, mapping)
             undo.pop_all()
         return opened
 
@@ -219,7 +241,7 @@ class Sessions:
             KVHearthError: ``unknown_token``.
         """
         with self._lock:
-            found = self._by_token.get(_digest(token))
+            found = self._by_token.get(token)
         if found is None:
             raise KVHearthError(Reason.UNKNOWN_TOKEN, "no session has this token; attach again")
         return found
@@ -234,25 +256,22 @@ class Sessions:
         its ranks' sessions, too. Idempotent.
         """
         with self._lock:
-            if self._by_token.pop(_digest(session.token), None) is None:
+            if self._by_token.pop(session.token, None) is None:
                 return
-            session.book.ranks.discard(session.hello.rank)
+            session.grants.ranks.discard(session.hello.rank)
+            session.limits.grants.remove(session.grants)
             others = [each for each in self._by_token.values() if each.group == session.group]
             over = not others or session.hello.scheduler
-            if over and self._books.get(session.group) is session.book:
-                del self._books[session.group]
+            if over and self._groups.get(session.group) is session.grants:
+                del self._groups[session.group]
         settled = session.shut()
         if over:
-            settled = session.book.close(time.monotonic() + END_S) and settled
-            session.note_held()
-        session.meter.close_session()
+            session.grants.close(time.monotonic() + END_S)
+        session.limits.leave("sessions")
         if session.mapping is not None:
             session.mapping.close()
         if settled:
             session.daemon.goodbye()
-        else:
-            with self._lock:
-                self._unsettled.append(session)
         _log.info(
             "gateway.left",
             why=why,
@@ -265,17 +284,6 @@ class Sessions:
         if over:
             for each in others:
                 self.end(each, "scheduler left")
-
-    def settle(self) -> None:
-        """Tell the daemon of ended sessions whose transfers have ended since.
-
-        Without a word it would keep their slots aside for as long as this process lives.
-        """
-        with self._lock:
-            done = [each for each in self._unsettled if each.settled()]
-            self._unsettled = [each for each in self._unsettled if each not in done]
-        for each in done:
-            each.daemon.goodbye()
 
 
 def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
@@ -298,29 +306,14 @@ def hello_for(identity: Identity, hello: Hello, *, speaks: bool) -> Hello:
     )
 
 
-def _precedes(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
-    return (
-        session.belongs_to(identity)
-        and session.hello.engine_id == hello.engine_id
-        and (session.welcome.boot_id, session.welcome.session)
-        == (hello.previous_boot, hello.previous_session)
-    )
-
-
-def _makes_way(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
-    """Return whether a session without a life line has the newcomer's place in its engine. Its
-    process is dead, most likely, and the newcomer would be refused until the session is given up.
+def _gives_way(session: RemoteSession, identity: Identity, hello: Hello) -> bool:
+    """Return whether a newcomer names a session as its previous one, or has the place in its engine
+    of one without a life line. That one's process is dead, most likely, and the newcomer would be
+    refused until the session is given up.
     """
-    theirs = session.hello
-    return (
-        session.line is None
-        and session.expires < math.inf
-        and session.identity == identity
-        and theirs.engine_id == hello.engine_id
-        and ((theirs.scheduler and hello.scheduler) or theirs.rank == hello.rank >= 0)
-    )
-
-
-def _digest(token: str) -> bytes:
-    # Looked up by its digest: the time of a comparison tells nothing about the token.
-    return hashlib.sha256(token.encode("utf-8", "replace")).digest()
+    theirs, welcome = session.hello, session.welcome
+    if not session.belongs_to(identity) or theirs.engine_id != hello.engine_id:
+        return False
+    named = (welcome.boot_id, welcome.session) == (hello.previous_boot, hello.previous_session)
+    place = (theirs.scheduler and hello.scheduler) or theirs.rank == hello.rank >= 0
+    return named or (session.expires < math.inf and place)

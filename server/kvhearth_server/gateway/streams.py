@@ -1,4 +1,4 @@
-"""Connections of remote peers: whole reads and writes with deadlines, plain or TLS."""
+"""Connections: whole reads and writes with deadlines, plain or TLS; terms of remote peers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.wire.remote import GatewayTerms
+
+TERMS = GatewayTerms(
+    window_bytes=64 << 20,
+    data_connections=32,
+    calls_connections=32,
+    resume_s=10.0,
+    keepalive_s=15.0,
+)
+FRAME_S = 10.0
+"""Time for a frame, in addition to that of its payload."""
 _TICK_S = 1
 """Longest wait of one system call; a deadline is noticed this much later at most."""
 _TICK = struct.pack("@ll", _TICK_S, 0)
@@ -27,35 +40,64 @@ class Stream:
     """One connection, used by one thread; ``end`` may be called by any.
 
     Args:
-        connection: connected, with its TLS handshake done.
-        keepalive_s: seconds of silence after which the kernel asks whether the peer lives.
+        connection: connected.
+        peer: its address and port; "" for the daemon.
+
+    Attributes:
+        began: monotonic time of its begin.
     """
 
-    def __init__(self, connection: socket.socket, keepalive_s: float) -> None:
+    def __init__(self, connection: socket.socket, peer: str = "") -> None:
         self.socket = connection
-        self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
+        self.peer = peer
+        self.began = time.monotonic()
+        self._tls: ssl.SSLSocket | None = None
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
-        prepare(connection, keepalive_s)
-        if self._tls is not None:
-            connection.settimeout(_TICK_S)
-            return
         # A timeout set in Python would poll before each call, and a call would not wait for all.
         connection.setblocking(True)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
+        if connection.family != socket.AF_UNIX:
+            _prepare(connection, int(TERMS.keepalive_s))
 
-    def wait(self, end: float | None = None) -> None:
-        """Wait for bytes of the next frame, without a bound if ``end`` (monotonic) is None.
+    @property
+    def address(self) -> str:
+        """The peer's address without its port."""
+        return self.peer.rpartition(":")[0]
+
+    @property
+    def certificate(self) -> Any:
+        """The peer's certificate; None without one."""
+        return None if self._tls is None else self._tls.getpeercert()
+
+    def secure(self, context: ssl.SSLContext, timeout_s: float) -> None:
+        """Begin TLS.
 
         Raises:
-            TimeoutError: ``end`` has passed.
+            KVHearthError: ``peer_not_allowed``: the peer shows no good certificate, or speaks no
+                TLS.
+            OSError: the connection ended.
         """
-        if self.pending():
-            return
-        left_ms = None if end is None else max(0.0, end - time.monotonic()) * 1000
-        if not self._readable.poll(left_ms):
-            raise TimeoutError
+        self.socket.settimeout(timeout_s)
+        # Known before the first byte, so that ``end`` ends a slow handshake.
+        self.socket = self._tls = context.wrap_socket(
+            self.socket, server_side=True, do_handshake_on_connect=False
+        )
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLEOFError:
+            raise Ended("the peer closed the connection in its handshake") from None
+        except ssl.SSLError as error:
+            why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else ""
+            why = why or (error.reason or "it speaks no TLS").lower().replace("_", " ")
+            raise KVHearthError(Reason.PEER_NOT_ALLOWED, f"no TLS connection: {why}") from None
+        self._tls.settimeout(_TICK_S)
+
+    def wait(self) -> None:
+        """Wait for bytes of the next frame."""
+        if not self.pending():
+            self._readable.poll()
 
     def pending(self) -> bool:
         """Return whether decrypted bytes wait, of which the kernel does not know."""
@@ -95,7 +137,7 @@ class Stream:
             raise Ended("the peer closed the connection")
         return count
 
-    def send(self, parts: Sequence[memoryview | bytes], end: float) -> None:
+    def send(self, parts: Sequence[memoryview | bytes | bytearray], end: float) -> None:
         """Send all ``parts`` by the monotonic time ``end``. Raises as ``read``."""
         left = [memoryview(part).cast("B") for part in parts if len(part)]
         while left:
@@ -144,17 +186,16 @@ def _advance(parts: list[memoryview], count: int) -> None:
         parts[0] = parts[0][count:]
 
 
-def prepare(connection: socket.socket, keepalive_s: float) -> None:
-    """Set a TCP connection's options: no delay, and a look whether the peer lives after
-    ``keepalive_s`` of silence or of bytes that it does not acknowledge. The kernel chooses the
-    buffers: a size of ours would end its tuning, below what it may reach by itself.
+def _prepare(connection: socket.socket, idle_s: int) -> None:
+    """Set a TCP connection's options: no delay, and a look whether the peer lives after ``idle_s``
+    of silence or of bytes that it does not acknowledge. The kernel chooses the buffers: a size of
+    ours would end its tuning, below what it may reach by itself.
     """
-    idle_s = max(1, int(keepalive_s))
     for level, name, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle_s // 3)),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, idle_s // 3),
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * idle_s),
     ):

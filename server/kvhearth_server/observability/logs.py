@@ -61,7 +61,7 @@ class Throttle:
 
 class LimitedLog:
     """A logger for events that peers can cause: a limited number of lines of each kind per
-    interval.
+    interval. Any thread may log.
 
     Args:
         log: a logger from ``get_logger``.
@@ -71,6 +71,7 @@ class LimitedLog:
     def __init__(self, log: Any, throttle: Throttle | None = None) -> None:
         self._log = log
         self._throttle = Throttle() if throttle is None else throttle
+        self._lock = threading.Lock()
 
     def warning(self, event: str, *, kind: str, **fields: object) -> None:
         """Log ``event`` unless it is held back; ``suppressed`` tells how many before it were.
@@ -87,7 +88,8 @@ class LimitedLog:
             self._log.info(event, **admitted)
 
     def _admitted(self, kind: str, fields: dict[str, object]) -> dict[str, object] | None:
-        suppressed = self._throttle.admit(kind)
+        with self._lock:
+            suppressed = self._throttle.admit(kind)
         if suppressed is None:
             return None
         return {**fields, "suppressed": suppressed} if suppressed else fields

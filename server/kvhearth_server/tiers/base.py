@@ -403,6 +403,11 @@ class Tier(Protocol):
         return True
 
     @property
+    def due_at(self) -> float:
+        """Monotonic time at which ``poll`` must be called, if nothing happens before."""
+        return math.inf
+
+    @property
     def queue_reads(self) -> int:
         """Records to read (one a shard) that may wait or run before ``Throttled("queue")``."""
         return 1024

@@ -98,6 +98,10 @@ class TierChain(Tier):
         return min(tier.batch_blocks_max for tier in self._tiers)
 
     @property
+    def due_at(self) -> float:
+        return min(tier.due_at for tier in self._tiers)
+
+    @property
     def queue_reads(self) -> int:
         return min(tier.queue_reads for tier in self._tiers)
 

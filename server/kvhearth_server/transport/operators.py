@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.sessions import Session
-from kvhearth_server.gateway.doors import Doors
-from kvhearth_server.gateway.identity import Role
+from kvhearth_server.gateway.credentials import Credentials
+from kvhearth_server.gateway.tokens import Role
 from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.transport.messages import plain_text
 
@@ -34,7 +34,7 @@ class Operators:
     Args:
         admin_token: the content of ``admin.token``.
         read_token: opens what only tells; "" for none.
-        doors: knows the identities of the settings' file; None without one.
+        credentials: know the identities of the settings' file; None without one.
         guarded: whether sums need a token, too.
     """
 
@@ -42,12 +42,12 @@ class Operators:
         self,
         admin_token: str,
         read_token: str = "",
-        doors: Doors | None = None,
+        credentials: Credentials | None = None,
         *,
         guarded: bool = False,
     ) -> None:
         self.guarded = guarded
-        self.doors = doors
+        self.credentials = credentials
         self._admin = admin_token.encode()
         self._read = read_token.encode()
 
@@ -58,7 +58,7 @@ class Operators:
             return Right.ALL, ""
         if self._read and hmac.compare_digest(data, self._read):
             return Right.READ, ""
-        found = self.doors.of_token(token) if self.doors is not None else None
+        found = self.credentials.of_token(token) if self.credentials is not None else None
         if found is None:
             return Right.NONE, ""
         return (Right.ALL if found.role is Role.OPERATOR else Right.NONE), found.name

@@ -84,7 +84,8 @@ class Moved:
             self._answers(0.2)
 
     def _answers(self, seconds: float) -> list[Answer]:
-        select.select([self._mover.event_fd], [], [], seconds)
+        due_s = max(0.0, self._mover.due_at - time.monotonic())
+        select.select([self._mover.event_fd], [], [], min(seconds, due_s))
         return self._mover.poll()
 
     def _do(self, request: Exists, seconds: float = _CALL_S) -> Iterator[Answer]:

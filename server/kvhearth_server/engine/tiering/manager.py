@@ -315,8 +315,9 @@ class Tiering:
             self.due.set()
 
     def pause_s(self) -> float:
-        """Return the seconds until a turn has something to write; infinity without an event."""
-        return min(self._writeback.due_at, self._publisher.due_at) - self._now()
+        """Return the seconds until a turn has something to do; infinity without an event."""
+        at = min(self._writeback.due_at, self._publisher.due_at, self.tier.due_at)
+        return at - self._now()
 
     def _turn(self, end: float) -> None:
         self._completions.extend(self.tier.poll())

@@ -6,7 +6,6 @@ lineage: hosts with the same key, tenant, contract and weights label find each o
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
@@ -16,8 +15,6 @@ LAYOUT = "2"
 FLEET_KEY_BYTES_MIN = 16
 SPACE_BYTES = 16
 _KEY_BYTES = 16
-_BLOCK_BYTES = 64
-"""Of SHA-256."""
 
 
 def _mac(fleet_key: bytes, *parts: bytes) -> bytes:
@@ -40,34 +37,15 @@ def space_name(fleet_key: bytes, tenant: str, contract_json: str, label: str, gr
     return _mac(fleet_key, b"kvhearth remote space", *parts)[:SPACE_BYTES].hex()
 
 
-def object_name(fleet_key: bytes, space: str, key: bytes) -> str:
-    """Return the name of a block below a remote's prefix: ``2/SPACE/KEY``."""
-    return object_names(fleet_key, space, [key])[0]
-
-
 def object_names(fleet_key: bytes, space: str, keys: Sequence[bytes]) -> list[str]:
-    """Return ``object_name`` of each key."""
-    inner, outer = _keyed(fleet_key)
-    inner.update(_framed(b"kvhearth remote key", space.encode()))
-    place = f"{LAYOUT}/{space}/"
+    """Return the names of blocks below a remote's prefix: ``2/SPACE/KEY``."""
+    mac = hmac.new(fleet_key, _framed(b"kvhearth remote key", space.encode()), "sha256")
     made = []
     for key in keys:
-        within, around = inner.copy(), outer.copy()
-        within.update(len(key).to_bytes(8, "little") + key)
-        around.update(within.digest())
-        made.append(place + around.digest()[:_KEY_BYTES].hex())
+        each = mac.copy()
+        each.update(_framed(key))
+        made.append(f"{LAYOUT}/{space}/{each.digest()[:_KEY_BYTES].hex()}")
     return made
-
-
-def _keyed(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
-    """Return the two hashes of an HMAC (RFC 2104) after its key: copies of them cost a third."""
-    block = (hashlib.sha256(key).digest() if len(key) > _BLOCK_BYTES else key).ljust(
-        _BLOCK_BYTES, b"\0"
-    )
-    return (
-        hashlib.sha256(bytes(each ^ 0x36 for each in block)),
-        hashlib.sha256(bytes(each ^ 0x5C for each in block)),
-    )
 
 
 def is_object_name(name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import select
 import signal
@@ -24,27 +25,21 @@ from typing import Protocol
 
 from kvhearth.errors import KVHearthError
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import (
-    Counts,
-    Failed,
-    Failure,
-    Outcome,
-    Refusal,
-    Throttled,
-)
-from kvhearth_server.tiers.remote.frames import (
+from kvhearth_server.tiers.base import Counts, Failure, Refusal, Throttled
+from kvhearth_server.tiers.remote.mover import (
+    Answer,
+    Exists,
     FrameReader,
+    Get,
     Head,
-    Results,
+    MoverState,
     Work,
-    decode_results,
+    decode_answer,
     encode,
     encode_work,
+    whole_pages,
 )
-from kvhearth_server.tiers.remote.mover import Answer, Caps, Exists, Get, MoverState
 from kvhearth_server.tiers.remote.record import record_bytes
-from kvhearth_server.tiers.remote.staging import Staging
-from kvhearth_server.tiers.remote.timer import Timer
 from kvhearth_server.tiers.remote.url import RemoteUrl
 
 QUEUE_MAX = 256
@@ -78,17 +73,38 @@ class Region(Protocol):
         """Whether a process still holds or maps that descriptor."""
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A request that has no final answer."""
+class Staging:
+    """Places in a mover's staging memory, first fit. The daemon keeps them: a helper that is killed
+    takes none of the books with it.
 
-    work: Work
-    told: bool = False
+    Attributes:
+        size: all bytes, whole pages.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lent: dict[int, int] = {}
 
     @property
-    def failed(self) -> list[Outcome]:
-        """Outcomes at the deadline."""
-        return [Failed(Failure.TIMEOUT)] * len(self.work.request.keys)
+    def free_bytes(self) -> int:
+        """Bytes that are not lent."""
+        return self.size - sum(self._lent.values())
+
+    def take(self, size: int) -> int | None:
+        """Lend ``size`` bytes, at least one; return their offset, None without room."""
+        start = 0
+        for at in sorted(self._lent):
+            if at - start >= size:
+                break
+            start = at + self._lent[at]
+        if start + size > self.size:
+            return None
+        self._lent[start] = size
+        return start
+
+    def give(self, start: int) -> None:
+        """Take back what ``take`` lent."""
+        del self._lent[start]
 
 
 @dataclass(eq=False)
@@ -97,6 +113,7 @@ class _Child:
 
     Attributes:
         unsent: frames that the socket had no room for.
+        value_bytes_max: most bytes of a value at the remote; 0 until the helper has told them.
         ended: whether the process has ended; its mappings may live on in a child of its own.
     """
 
@@ -106,9 +123,14 @@ class _Child:
     began: float
     reader: FrameReader = field(default_factory=FrameReader)
     unsent: bytearray = field(default_factory=bytearray)
-    caps: Caps | None = None
+    value_bytes_max: int = 0
     killed: bool = False
     ended: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests."""
+        return self.value_bytes_max > 0 and not (self.killed or self.ended)
 
 
 class ProcessMover:
@@ -140,10 +162,10 @@ class ProcessMover:
         self._fleet_key = fleet_key
         self._regions = regions
         self._log_settings = {"log_level": log_level, "log_format": log_format}
-        self._staging = Staging(staging_bytes)
+        self._staging = Staging(whole_pages(staging_bytes))
         self._counts = Counts()
         self._tickets = itertools.count(1)
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Work] = {}
         self._ready: list[Answer] = []
         self._child: _Child | None = None
         self._start_at = 0.0
@@ -153,52 +175,43 @@ class ProcessMover:
         self._problem = ""
         self._draining = self._closed = False
         self._too_large_told = False
-        self._timer = Timer()
         self._epoll = select.epoll()
-        self._epoll.register(self._timer.fd, select.EPOLLIN)
         self.event_fd = self._epoll.fileno()
         self._start()
 
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, request: Exists, deadline_s: float) -> int | Throttled:
-        """See ``Mover.submit``."""
         child = self._child
         if self._draining or self._closed:
             return Throttled(Refusal.DRAINING)
-        if child is None or child.caps is None or child.killed or child.ended:
+        if child is None or not child.serves:
             return Throttled(Refusal.DEGRADED, self._pause_s)
         if len(self._pending) >= QUEUE_MAX:
             return Throttled(Refusal.QUEUE)
-        offsets: list[int] = []
+        work = Work(next(self._tickets), request, time.monotonic() + deadline_s)
         if isinstance(request, Get):
             size = record_bytes(request.family)
-            if size > min(child.caps.value_bytes_max, self._staging.size):
-                self._tell_too_large(size, child.caps)
+            if size > (most := min(child.value_bytes_max, self._staging.size)):
+                self._tell_too_large(size, most)
                 return Throttled(Refusal.TOO_LARGE)
-            if (taken := self._staging.take(len(request.keys), size)) is None:
+            if (taken := self._staging.take(len(request.keys) * whole_pages(size))) is None:
                 return Throttled(Refusal.QUEUE)
-            offsets = taken
-        deadline = time.monotonic() + deadline_s
-        work = Work(next(self._tickets), request, deadline, deadline_s, offsets)
-        self._pending[work.ticket] = _Pending(work)
+            work.staging = taken
+        self._pending[work.ticket] = work
         self._send(child, encode_work(work))
-        self._set_timer()
         return work.ticket
 
-    def _tell_too_large(self, size: int, caps: Caps) -> None:
+    def _tell_too_large(self, size: int, most: int) -> None:
         if not self._too_large_told:
             self._too_large_told = True
-            most = min(caps.value_bytes_max, self._staging.size)
             _log.error("remote.block_too_large", remote=self.url.place, bytes=size, bytes_max=most)
 
     def cancel(self, ticket: int) -> None:
-        """See ``Mover.cancel``."""
         if self._child is not None and ticket in self._pending:
             self._send(self._child, encode({"kind": "cancel", "ticket": ticket}))
 
     def poll(self) -> list[Answer]:
-        """See ``Mover.poll``."""
         events = {fd for fd, _ in self._epoll.poll(0)}
         child = self._child
         if child is not None:
@@ -208,20 +221,16 @@ class ProcessMover:
             self._watch(child, ended=child.pidfd in events)
         elif not self._closed and time.monotonic() >= self._start_at:
             self._start()
-        self._set_timer()
         found, self._ready = self._ready, []
         return found
 
     @property
     def state(self) -> MoverState:
-        """See ``Mover.state``."""
         child = self._child
-        caps = child.caps if child is not None else None
-        up = caps is not None and child is not None and not (child.killed or child.ended)
+        up = child is not None and child.serves
         return MoverState(
             up,
             self._many_kills() or self._problem or ("" if up else self.starting),
-            caps,
             max(self._starts - 1, 0),
             self._staging.size,
             self._staging.free_bytes,
@@ -301,13 +310,13 @@ class ProcessMover:
         """Tell callers of missed deadlines; end a helper that keeps none; bury one that ended."""
         now = time.monotonic()
         overdue = False
-        for pending in self._pending.values():
-            if not pending.told and now >= pending.work.deadline:
-                pending.told = True
+        for work in self._pending.values():
+            if not work.told and now >= work.deadline:
+                work.told = True
                 self._counts.add("deadlines_missed")
-                self._ready.append(Answer(pending.work.ticket, pending.failed, final=False))
-            overdue = overdue or now >= pending.work.deadline + GRACE_S
-        late_start = child.caps is None and now - child.began > _START_S
+                self._ready.append(work.failed(Failure.TIMEOUT, final=False))
+            overdue = overdue or now >= work.deadline + GRACE_S
+        late_start = not child.value_bytes_max and now - child.began > _START_S
         if (overdue or late_start) and not child.killed and not child.ended:
             self._kill(child)
         if not child.ended and ended:
@@ -334,22 +343,25 @@ class ProcessMover:
     def _bury(self, child: _Child) -> None:
         """Give final answers to everything that the helper had, and have another one started."""
         reason = Failure.TIMEOUT if child.killed else Failure.UNREACHABLE
-        for pending in list(self._pending.values()):
-            outcomes: list[Outcome] = [Failed(reason)] * len(pending.work.request.keys)
-            self._finish(pending, pending.failed if pending.told else outcomes, None)
-        code = child.process.wait()
-        self._close_child(child)
-        if not self._closed:
-            _log.error("remote.helper_ended", remote=self.url.place, code=code)
-            self._later()
+        for work in list(self._pending.values()):
+            self._finish(work, work.failed(reason))
+        code = self._end(child)
+        _log.error("remote.helper_ended", remote=self.url.place, code=code)
+        self._later()
         self._child = None
 
-    def _close_child(self, child: _Child) -> None:
+    def _end(self, child: _Child) -> int:
+        """End a helper that may still run; return its exit status."""
         child.connection.close()
-        os.close(child.pidfd)
         assert child.process.stdin is not None
         with contextlib.suppress(OSError):
             child.process.stdin.close()
+        try:
+            child.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+        os.close(child.pidfd)
+        return child.process.wait()
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -393,78 +405,51 @@ class ProcessMover:
     def _take(self, child: _Child, head: Head, body: bytes) -> None:
         if head["kind"] == "state":
             self._problem = head["problem"]
-            child.caps = Caps(*head["caps"]) if head["caps"] else None
+            child.value_bytes_max = head["value_bytes_max"]
             return
         for name, amount in head.get("counts", {}).items():
             self._counts.add(name, amount)
-        pending = self._pending.get(head["ticket"])
-        if pending is None:
-            return
-        results = decode_results(head, body)
-        told = pending.failed if pending.told else results.outcomes
-        self._finish(pending, told, None if pending.told else results)
+        if (work := self._pending.get(head["ticket"])) is not None:
+            self._finish(work, decode_answer(head, body))
 
-    def _finish(self, pending: _Pending, outcomes: list[Outcome], results: Results | None) -> None:
+    def _finish(self, work: Work, answer: Answer) -> None:
         """Give a request its final answer and take its staging memory back."""
-        work = pending.work
         del self._pending[work.ticket]
         if isinstance(work.request, Get):
-            self._staging.give(work.offsets, record_bytes(work.request.family))
-        checksums = results.checksums if results is not None else None
-        parents = results.parents if results is not None else []
-        self._ready.append(Answer(work.ticket, outcomes, checksums=checksums, parents=parents))
+            self._staging.give(work.staging)
+        self._ready.append(work.failed(Failure.TIMEOUT) if work.told else answer)
 
-    def _set_timer(self) -> None:
-        child, now = self._child, time.monotonic()
-        if self._ready:
-            at: float | None = now
-        elif child is None:
-            at = None if self._closed else self._start_at
-        elif child.ended:
-            at = now + _MAPPED_S
-        else:
-            moments = [child.began + _START_S] if child.caps is None else []
-            if not child.killed:
-                moments += [
-                    each.work.deadline + (GRACE_S if each.told else 0.0)
-                    for each in self._pending.values()
-                ]
-            else:
-                moments += [each.work.deadline for each in self._pending.values() if not each.told]
-            at = min(moments, default=None)
-        self._timer.set(at)
+    @property
+    def due_at(self) -> float:
+        child = self._child
+        if child is None:
+            return math.inf if self._closed else self._start_at
+        if child.ended:
+            return time.monotonic() + _MAPPED_S
+        moments = [work.deadline for work in self._pending.values() if not work.told]
+        if not child.killed:
+            moments += [work.deadline + GRACE_S for work in self._pending.values() if work.told]
+            moments += [] if child.value_bytes_max else [child.began + _START_S]
+        return min(moments, default=math.inf)
 
     # -- end ---------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
-        """See ``Mover.drain``."""
         self._draining = True
         end = time.monotonic() + deadline_s
         while self._pending:
-            left = end - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= end:
                 return False
-            select.select([self.event_fd], [], [], left)
+            select.select([self.event_fd], [], [], max(0.0, min(end, self.due_at) - now))
             self._ready = self.poll() + self._ready
         return True
 
     def close(self) -> None:
-        """See ``Mover.close``."""
         if self._closed:
             return
         self._closed = True
-        child = self._child
-        if child is not None:
-            child.connection.close()
-            assert child.process.stdin is not None
-            with contextlib.suppress(OSError):
-                child.process.stdin.close()
-            try:
-                child.process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
-            os.close(child.pidfd)
+        if self._child is not None:
+            self._end(self._child)
             self._child = None
-        self._timer.close()
         self._epoll.close()

@@ -7,13 +7,13 @@ not know, publishes blocks and loads them, all through a mover. Nothing here wai
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import select
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ from kvhearth_server.tiers.base import (
     Failed,
     Failure,
     Identify,
-    Identity,
     Kind,
     Known,
     LoadBatch,
@@ -46,13 +45,20 @@ from kvhearth_server.tiers.base import (
     gather,
 )
 from kvhearth_server.tiers.figures import RemoteFigures
-from kvhearth_server.tiers.remote.bounds import Bounds, Limits
-from kvhearth_server.tiers.remote.breaker import Breaker
-from kvhearth_server.tiers.remote.cache import NO, UNKNOWN, YES, ExistenceCache
+from kvhearth_server.tiers.remote.existence import (
+    NO,
+    UNKNOWN,
+    YES,
+    ExistenceCache,
+    Searches,
+    failures,
+    unknown,
+    unknown_of_window,
+)
+from kvhearth_server.tiers.remote.limits import Bounds, Breaker, Limits
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
 from kvhearth_server.tiers.remote.names import space_name
 from kvhearth_server.tiers.remote.record import Suspect
-from kvhearth_server.tiers.remote.search import Searches, failures, unknown, unknown_of_window
 
 READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
 """Deadlines of requests to the mover, which ends a helper that misses one."""
@@ -78,16 +84,15 @@ class _Batch:
         names: of its blocks in the existence cache.
         rows: those that the mover was asked for.
         outcomes: one for each row of the batch.
-        told: whether a completion that is not final was reported.
+        ticket: the mover's, or one of the tier's own if the mover was not asked.
     """
 
-    ticket: int
     batch: LoadBatch
     names: list[bytes]
     rows: I64
     outcomes: list[Outcome]
     began: float
-    told: bool = False
+    ticket: int = 0
 
     def names_of(self, rows: I64) -> list[bytes]:
         """Return the names of some rows of the batch."""
@@ -103,7 +108,6 @@ class RemoteTier(Tier):
         label: the remote's URL without secrets, for people.
         fleet_key: secret that names are made with; the same on all hosts of a fleet.
         limits: bounds of what is published.
-        cache: existence cache; by default one of its own.
         clock: monotonic seconds.
 
     Attributes:
@@ -123,28 +127,24 @@ class RemoteTier(Tier):
         fleet_key: bytes,
         limits: Limits | None = None,
         *,
-        cache: ExistenceCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mover, self.label = mover, label
         self.counts = Counts()
         self.breaker = Breaker()
         self._regions, self._clock = list(regions), clock
-        self._fleet_key = fleet_key
         self._identify: Identify = lambda family: None
-        self._names: dict[tuple[Identity, int], str] = {}
-        self._cache = cache or ExistenceCache()
+        self._space_name = lru_cache(_SPACES_MAX)(partial(space_name, fleet_key))
+        self._cache = ExistenceCache()
         self.use_limits(limits or Limits())
         self._ended: dict[int, tuple[str, float, Callable[[Answer], None]]] = {}
         """Kind, begin and handler of each request to the mover, by its ticket."""
-        self._inner: dict[int, int] = {}
         self._searches = Searches(self._cache, self.counts, self._submit_exists, clock)
         self._completions: list[Completion] = []
-        self._evicted: list[Evicted] = []
-        self._next_ticket = 1
+        self._own_tickets = itertools.count(-1, -1)
         self._round_trip_s, self._bytes_per_s = _RTT_S, _BYTES_PER_S
         self._seconds: dict[str, float] = {}
-        self._trouble: deque[str] = deque(maxlen=1)
+        self._trouble = ""
         self._suspected, self._suspected_at = 0, 0.0
         self._is_up = mover.state.up
         self._up_at = clock()
@@ -156,21 +156,17 @@ class RemoteTier(Tier):
             self._events.register(descriptor, select.EPOLLIN)
         self.event_fd = self._events.fileno()
 
+    @property
+    def due_at(self) -> float:
+        return self.mover.due_at
+
     def use_identities(self, identify: Identify) -> None:
         self._identify = identify
 
     def _space_of(self, family: BlockSpec) -> str:
         """Return the name of a family at the remote; empty if it has none there."""
         identity = self._identify(family)
-        if identity is None:
-            return ""
-        known = (identity, family.group)
-        name = self._names.get(known)
-        if name is None:
-            if len(self._names) >= _SPACES_MAX:
-                self._names.clear()
-            name = self._names[known] = space_name(self._fleet_key, *identity, family.group)
-        return name
+        return "" if identity is None else self._space_name(*identity, family.group)
 
     def use_limits(self, limits: Limits) -> None:
         """Publish within these bounds from now on."""
@@ -199,13 +195,10 @@ class RemoteTier(Tier):
         family, now = batch.family, self._clock()
         size = family.length * family.shards
         names = _names(space, family, batch.keys)
-        caps = self.mover.state.caps
-        if caps is not None and size > caps.value_bytes_max:
-            return self._refused("stores", len(batch.keys), Throttled(Refusal.TOO_LARGE))
         renew = batch.renew and self.life_s > 0
         there = (self._cache.look(names, now) == YES) & (not renew)
         rows = np.flatnonzero(~there)
-        store = _Batch(self._new_ticket(), batch, names, rows, [Done()] * len(batch.keys), now)
+        store = _Batch(batch, names, rows, [Done()] * len(batch.keys), now)
         if not len(rows):
             self.counts.add("stores_present", len(batch.keys))
             return self._finish(store)
@@ -220,16 +213,15 @@ class RemoteTier(Tier):
             batch.places[rows],
             np.ascontiguousarray(batch.checksums[rows]),
             [parents[row] for row in rows.tolist()],
-            renew,
         )
         ticket = self._submit("put", put, WRITE_S, partial(self._stored, store))
         if isinstance(ticket, Throttled):
             return self._refused("stores", len(batch.keys), ticket)
         hit("remote.put_submitted")
         self.counts.add("stores_present", len(batch.keys) - len(rows))
-        self._inner[store.ticket] = ticket
         self._bounds.take(size * len(rows), len(rows))
-        return store.ticket
+        store.ticket = ticket
+        return ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
         """Begin to load a batch, root first; see ``Tier.submit_load``. It ends at its first miss.
@@ -244,7 +236,7 @@ class RemoteTier(Tier):
         absent = np.flatnonzero(self._cache.look(names, now) == NO)
         end = 0 if not space else int(absent[0]) if len(absent) else count
         missing: list[Outcome] = [Missing()] * count
-        load = _Batch(self._new_ticket(), batch, names, np.arange(end), missing, now)
+        load = _Batch(batch, names, np.arange(end), missing, now)
         if not end:
             return self._finish(load)
         if self.estimate_s([(family, end)]) > batch.wait_s:
@@ -255,13 +247,12 @@ class RemoteTier(Tier):
         ticket = self._submit("get", get, READ_S, partial(self._loaded, load))
         if isinstance(ticket, Throttled):
             return self._refused("loads", count, ticket)
-        self._inner[load.ticket] = ticket
         hit("remote.get_submitted")
-        return load.ticket
+        load.ticket = ticket
+        return ticket
 
     def cancel(self, ticket: int) -> None:
-        if (inner := self._inner.get(ticket)) is not None:
-            self.mover.cancel(inner)
+        self.mover.cancel(ticket)
 
     def poll(self) -> list[Completion]:
         if self._closed:
@@ -288,12 +279,9 @@ class RemoteTier(Tier):
         self.counts.add(f"{what}_refused_{why.reason}", blocks)
         return why
 
-    def _new_ticket(self) -> int:
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        return ticket
-
     def _finish(self, batch: _Batch) -> int:
         """Complete a batch that needs no request; return its ticket."""
+        batch.ticket = next(self._own_tickets)
         self._completions.append(Completion(batch.ticket, gather(batch.outcomes)))
         os.eventfd_write(self._wake, 1)
         return batch.ticket
@@ -321,10 +309,8 @@ class RemoteTier(Tier):
             self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
             if kind == "exists" and not failures(answer):
                 self._round_trip_s += _WEIGHT * (seconds - self._round_trip_s)
-            if kind == "probe":
-                self.breaker.probed(not failures(answer), self._clock())
-                return
-            self._judge(answer)
+            if kind != "probe":
+                self._judge(answer)
         ended(answer)
 
     def _judge(self, answer: Answer) -> None:
@@ -333,7 +319,7 @@ class RemoteTier(Tier):
         if found:
             for failure in found:
                 self.counts.add(f"failed_{failure}", 1)
-            self._trouble.append(str(found[0]))
+            self._trouble = str(found[0])
             self.breaker.failed(now)
         elif any(isinstance(each, Done) for each in answer.outcomes):
             self.breaker.succeeded(now)
@@ -350,7 +336,11 @@ class RemoteTier(Tier):
             return
         self.breaker.probe_began()
         self.counts.add("breaker_probes")
-        self._ended[ticket] = ("probe", now, lambda answer: None)
+        self._ended[ticket] = ("probe", now, self._probed)
+
+    def _probed(self, answer: Answer) -> None:
+        if answer.final:
+            self.breaker.probed(not failures(answer), self._clock())
 
     # -- the ends of batches -----------------------------------------------------------------------
 
@@ -372,7 +362,8 @@ class RemoteTier(Tier):
         family, count, now = load.batch.family, len(load.batch.keys), self._clock()
         done = _are(answer.outcomes, Done)
         wrong = _are(answer.outcomes, Corrupt)
-        gone = ~done & ~np.array([_cancelled(each) for each in answer.outcomes])
+        cancelled = Failed(Failure.CANCELLED)
+        gone = ~done & [each != cancelled for each in answer.outcomes]
         first = int(gone.argmax()) if gone.any() else len(gone)
         # Rows after the first miss were not asked for: only what failed is certainly away.
         failed = np.flatnonzero(gone[: first + 1])
@@ -386,29 +377,25 @@ class RemoteTier(Tier):
         self.counts.add("loaded_bytes", size)
         if wrong.any():
             self._remove_wrong(load, np.flatnonzero(wrong))
-        facts, parents = Facts.none(family, count), [b""] * count
-        for row in np.flatnonzero(done).tolist():
-            facts.present[row] = True
-            if answer.checksums is not None:
-                facts.checksums[row] = answer.checksums[row]
-            if answer.parents:
-                parents[row] = answer.parents[row]
+        facts, parents, rows = Facts.none(family, count), [b""] * count, np.flatnonzero(done)
+        facts.present[rows] = True
+        if answer.checksums is not None:
+            facts.checksums[rows] = answer.checksums[rows]
+            parents[: len(answer.parents)] = answer.parents
         self._complete(load, answer, facts, parents)
 
     def _remove_wrong(self, load: _Batch, rows: I64) -> None:
         """Delete blocks with wrong bytes, so that nobody reads them again."""
-        keys = [load.batch.keys[row] for row in rows.tolist()]
+        family, keys = load.batch.family, [load.batch.keys[row] for row in rows.tolist()]
         self._cache.note(load.names_of(rows), False, self._clock())
-        self._delete(load.batch.family, keys)
+        if space := self._space_of(family):
+            self._submit("delete", Delete(space, family, keys), WRITE_S, lambda answer: None)
 
     def _is_final(self, batch: _Batch, answer: Answer) -> bool:
-        if answer.final:
-            return True
-        if not batch.told:
-            batch.told = True
+        if not answer.final:
             parts = [(outcome, batch.rows[rows]) for outcome, rows in gather(answer.outcomes)]
             self._completions.append(Completion(batch.ticket, parts, final=False))
-        return False
+        return answer.final
 
     def _complete(
         self,
@@ -417,10 +404,8 @@ class RemoteTier(Tier):
         facts: Facts | None = None,
         parents: list[bytes] | None = None,
     ) -> None:
-        self._inner.pop(batch.ticket, None)
         for row, outcome in zip(batch.rows.tolist(), answer.outcomes, strict=True):
-            elsewhere = isinstance(outcome, Corrupt) and outcome.where != "source"
-            batch.outcomes[row] = Corrupt("remote") if elsewhere else outcome
+            batch.outcomes[row] = outcome
         parts = gather(batch.outcomes)
         self._completions.append(
             Completion(batch.ticket, parts, facts=facts, parent_keys=parents or [])
@@ -435,9 +420,7 @@ class RemoteTier(Tier):
         if not space:
             return facts
         states = self._cache.look(_names(space, family, keys), self._clock())
-        return Facts(
-            states == YES, facts.checksums, facts.sequences, facts.parents, states == UNKNOWN
-        )
+        return replace(facts, present=states == YES, asking=states == UNKNOWN)
 
     def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Answer a lookup from the existence cache; ask the remote about the first run of unknown
@@ -467,8 +450,8 @@ class RemoteTier(Tier):
         if low >= high:
             return Known(present, None)
         self.counts.add("cache_misses", high - low)
-        asked = list(keys[low:high])
-        if not self._searches.begin(family, space, asked, names[low:high], window):
+        chain = Exists(space, family, list(keys[low:high]))
+        if not self._searches.begin(chain, names[low:high], window):
             return Known(present, None)
         asking = np.zeros(len(keys), np.bool_)
         asking[low:high] = True
@@ -485,13 +468,8 @@ class RemoteTier(Tier):
         """Do nothing, as ``forget``."""
         return None
 
-    def _delete(self, family: BlockSpec, keys: list[bytes]) -> None:
-        if space := self._space_of(family):
-            self._submit("delete", Delete(space, family, keys), WRITE_S, lambda answer: None)
-
     def take_evicted(self) -> list[Evicted]:
-        evicted, self._evicted = self._evicted, []
-        return evicted
+        return []
 
     # -- status ------------------------------------------------------------------------------------
 
@@ -517,8 +495,9 @@ class RemoteTier(Tier):
             reason = state.problem or "its helper process does not run; see the log"
             return {Kind(self.label, "down", REMOTE): f"remote {self.label}: {reason}"}
         if self.breaker.is_open:
-            why = self._trouble[-1] if self._trouble else "no answer"
-            text = f"remote {self.label}: requests fail ({why}); it is tried again by itself"
+            text = (
+                f"remote {self.label}: requests fail ({self._trouble}); it is tried again by itself"
+            )
             return {Kind(self.label, "open", REMOTE): text}
         if state.up and state.problem:
             text = f"remote {self.label}: {state.problem}"
@@ -565,13 +544,10 @@ class RemoteTier(Tier):
 
     def drain(self, deadline_s: float) -> bool:
         self._draining = True
-        end = self._clock() + deadline_s
         drained = self.mover.drain(deadline_s)
-        while self._ended and self._clock() < end:
-            for answer in self.mover.poll():
-                self._answered(answer)
-            time.sleep(0.001)
-        return drained and not self._ended
+        for answer in self.mover.poll():
+            self._answered(answer)
+        return drained
 
     def close(self) -> None:
         if not self._closed:
@@ -586,10 +562,6 @@ def _names(space: str, family: BlockSpec, keys: Sequence[bytes]) -> list[bytes]:
     place = f"{space}/{family.length}/{family.shards}".encode()
     prefix = hashlib.sha256(place).digest()[:8]
     return [prefix + key for key in keys]
-
-
-def _cancelled(outcome: Outcome) -> bool:
-    return outcome == Failed(Failure.CANCELLED) or isinstance(outcome, Throttled)
 
 
 def _are(outcomes: Sequence[Outcome], kind: type[Outcome]) -> npt.NDArray[np.bool_]:

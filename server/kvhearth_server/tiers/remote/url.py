@@ -1,16 +1,23 @@
-"""URLs of remotes: ``s3://bucket/prefix?endpoint=https://host``, ``valkeys://host:6379/prefix``."""
+"""URLs of remotes: ``s3://bucket/prefix?endpoint=https://host``, ``valkeys://host:6379/prefix``.
+
+And the rule by which a bucket drops old blocks, since nothing else evicts there.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.value_types import parse_duration_s
+from kvhearth_server.tiers.remote.names import LAYOUT
 
 _EXAMPLES = {
     "s3": "s3://bucket/prefix?endpoint=https://host&region=r",
@@ -31,6 +38,8 @@ _SECRETS = frozenset(
 _PREFIX = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _PORTS = range(1, 65536)
+_DAY_S = 86400.0
+_DEFAULT_DAYS = 7
 
 
 @dataclass(frozen=True)
@@ -90,10 +99,14 @@ def _bad(message: str) -> KVHearthError:
     return KVHearthError(Reason.CONFIG_INVALID, f"remote: {message}")
 
 
+def _one_of(one: str, other: str, name: str, value: str) -> str:
+    if value not in (one, other):
+        raise _bad(f"{name}={value!r} is neither {one} nor {other}")
+    return value
+
+
 def _yes(name: str, value: str) -> bool:
-    if value not in ("yes", "no"):
-        raise _bad(f"{name}={value!r} is neither yes nor no")
-    return value == "yes"
+    return _one_of("yes", "no", name, value) == "yes"
 
 
 def _text(name: str, value: str) -> str:
@@ -118,12 +131,6 @@ def _duration(name: str, value: str) -> float:
     return seconds
 
 
-def _protocol(name: str, value: str) -> str:
-    if value not in ("tcp", "rdma"):
-        raise _bad(f"{name}={value!r} is neither tcp nor rdma")
-    return value
-
-
 def _endpoint(name: str, value: str) -> str:
     parts = urlsplit(value)
     _refuse_user(parts)
@@ -138,7 +145,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     **dict.fromkeys(("cluster", "virtual_hosts", "insecure"), _yes),
     "endpoint": _endpoint,
     "ttl": _duration,
-    "protocol": _protocol,
+    "protocol": partial(_one_of, "tcp", "rdma"),
 }
 _BUCKETS = ("endpoint", "secret_file", "ca", "ttl", "insecure")
 _SERVERS = ("cluster", "user", "secret_file", "ttl", "insecure")
@@ -292,3 +299,42 @@ def _check(url: RemoteUrl) -> None:
         raise _bad("one Mooncake master is named; remove the others")
     if url.scheme == "az" and not (url.account or url.endpoint):
         raise _bad(f"az:// needs account=NAME; write {_EXAMPLES['az']}")
+
+
+def lifecycle_rule(url: RemoteUrl) -> str:
+    """Return a command that gives a bucket its rule; blocks live for the URL's ``ttl``, at least a
+    day, or for a week.
+    """
+    days = max(round(url.ttl_s / _DAY_S), 1) if url.ttl_s else _DEFAULT_DAYS
+    prefix = "/".join(filter(None, (url.prefix, LAYOUT))) + "/"
+    if url.scheme == "gs":
+        condition = {"age": days, "matchesPrefix": [prefix]}
+        rule = json.dumps({"rule": [{"action": {"type": "Delete"}, "condition": condition}]})
+        return (
+            f"echo {shlex.quote(rule)} > rule.json && gcloud storage buckets update "
+            f"gs://{url.bucket} --lifecycle-file=rule.json"
+        )
+    if url.scheme == "az":
+        filters = {"blobTypes": ["blockBlob"], "prefixMatch": [f"{url.bucket}/{prefix}"]}
+        actions = {"baseBlob": {"delete": {"daysAfterModificationGreaterThan": days}}}
+        definition = {"actions": actions, "filters": filters}
+        rule = json.dumps(
+            {"rules": [{"name": "kvhearth", "type": "Lifecycle", "definition": definition}]}
+        )
+        return (
+            f"az storage account management-policy create --account-name {url.account or 'NAME'} "
+            f"--policy {shlex.quote(rule)}"
+        )
+    expiry = {
+        "ID": "kvhearth",
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        "Expiration": {"Days": days},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+    }
+    place = f" --endpoint-url {shlex.quote(url.endpoint)}" if url.endpoint else ""
+    rule = json.dumps({"Rules": [expiry]})
+    return (
+        f"aws s3api put-bucket-lifecycle-configuration --bucket {url.bucket}{place} "
+        f"--lifecycle-configuration {shlex.quote(rule)}"
+    )

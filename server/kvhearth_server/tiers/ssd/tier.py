@@ -8,6 +8,7 @@ opening directories, the constructor wait.
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -121,6 +122,7 @@ class SsdTier(Tier):
     """
 
     name = "ssd"
+    due_at = math.inf  # no call: the loop asks at every turn
 
     def __init__(
         self,

@@ -8,11 +8,12 @@ import importlib
 import os
 import socket
 import sys
+from typing import Any
 
 from kvhearth_server.child import begin
 from kvhearth_server.observability import logs
-from kvhearth_server.tiers.remote.frames import encode
 from kvhearth_server.tiers.remote.helper.drivers.base import Driver, Refused
+from kvhearth_server.tiers.remote.mover import encode
 from kvhearth_server.tiers.remote.url import RemoteUrl, parse_remote
 
 SWITCH_S = 0.0005
@@ -46,26 +47,20 @@ def open_driver(url: RemoteUrl) -> Driver:
         ) from None
 
 
-async def serve(message: dict[str, object]) -> None:
+async def serve(message: dict[str, Any]) -> None:
     """Serve the daemon that sent ``message``."""
-    connection = socket.socket(fileno=int(str(message["connection"])))
-    connection.setblocking(False)
-    url = parse_remote(str(message["url"]))
-    fleet_key = bytes.fromhex(str(message["fleet_key"]))
-    regions = message["regions"]
-    assert isinstance(regions, list)
+    connection = socket.socket(fileno=message["connection"])
     try:
-        driver = open_driver(url)
+        driver = open_driver(parse_remote(message["url"]))
     except Refused as error:
-        frame = encode({"kind": "state", "problem": str(error), "caps": None})
-        await asyncio.get_running_loop().sock_sendall(connection, frame)
+        connection.sendall(encode({"kind": "state", "problem": str(error), "value_bytes_max": 0}))
         return
-    from kvhearth_server.tiers.remote.helper.memory import Memory
+    from kvhearth_server.tiers.remote.helper.moves import Memory
     from kvhearth_server.tiers.remote.helper.service import Service
 
-    memory = Memory([(fd, size) for fd, size in regions], int(str(message["staging_bytes"])))
+    memory = Memory(message["regions"], message["staging_bytes"])
     driver.attach(memory.staging)
-    await Service(connection, driver, memory, fleet_key, url.place).run()
+    await Service(connection, driver, memory, bytes.fromhex(message["fleet_key"])).run()
 
 
 def main() -> int:

@@ -1,74 +1,72 @@
-"""Service of a helper: takes requests from the daemon, runs them by the driver, answers."""
+"""Service of a helper: probes the remote, runs the daemon's requests by the driver, answers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import socket
 import threading
+import time
 from collections import Counter
 
 from kvhearth.failpoints import hit
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import Corrupt, Failed, Failure
-from kvhearth_server.tiers.remote.frames import (
+from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
+from kvhearth_server.tiers.remote.helper.drivers.base import DENIED, Driver, Refused
+from kvhearth_server.tiers.remote.helper.moves import Memory, Movers
+from kvhearth_server.tiers.remote.helper.sealing import Sealer
+from kvhearth_server.tiers.remote.mover import (
+    Answer,
+    Delete,
     FrameReader,
-    Results,
+    Get,
     Work,
     decode_work,
     encode,
-    encode_results,
+    encode_answer,
 )
-from kvhearth_server.tiers.remote.helper.drivers.base import DENIED, Driver, Refused
-from kvhearth_server.tiers.remote.helper.memory import Memory
-from kvhearth_server.tiers.remote.helper.moves import Movers
-from kvhearth_server.tiers.remote.helper.probe import Unavailable, probe
-from kvhearth_server.tiers.remote.helper.sealing import Sealer
-from kvhearth_server.tiers.remote.mover import Delete, Get, Put
-from kvhearth_server.tiers.remote.names import object_names
+from kvhearth_server.tiers.remote.names import MARK_NAME, fleet_mark, object_names, probe_name
 from kvhearth_server.tiers.remote.record import record_bytes
 
 _log = get_logger("kvhearth.remote")
 _READ_BYTES = 1 << 20
 _AGAIN_FIRST_S = 1.0
 _AGAIN_MAX_S = 30.0
+PROBE_S = 5.0
+_PROBE_BYTES = 4096
+_FIXES = {
+    Failure.DENIED: (
+        "refuses access: check that the bucket exists, the secret, its rights to read, write and "
+        "delete, and this host's clock"
+    ),
+    Failure.TIMEOUT: "does not answer in time; check the network and the server",
+    Failure.UNREACHABLE: "cannot be reached; check the address, the network and the server",
+    Failure.NO_SPACE: "is full",
+}
 
 
 class Service:
     """Runs the requests of one daemon. Its loop asks; threads move blocks and answer.
 
     Args:
-        connection: to the daemon, not blocking.
-        place: the remote, for messages.
+        connection: to the daemon.
     """
 
     def __init__(
-        self,
-        connection: socket.socket,
-        driver: Driver,
-        memory: Memory,
-        fleet_key: bytes,
-        place: str,
+        self, connection: socket.socket, driver: Driver, memory: Memory, fleet_key: bytes
     ) -> None:
         self._connection = connection
         self._driver = driver
         self._fleet_key = fleet_key
-        self._place = place
         self._loop = asyncio.get_running_loop()
         self._open: set[int] = set()
         self._asking: set[asyncio.Task[None]] = set()
         self._cancelled: set[int] = set()
-        self._movers = Movers(
-            driver,
-            memory,
-            Sealer(fleet_key),
-            self._cancelled.__contains__,
-            self._answer,
-        )
+        self._movers = Movers(driver, memory, Sealer(fleet_key), self._cancelled, self._answer)
         self._reader = FrameReader()
         self._lock = threading.Lock()
-        """Guards what follows, which threads use."""
-        self._unsent = bytearray()
+        """Guards the sending side and what follows, which threads use."""
         self._told: Counter[str] = Counter()
         self._refused = ""
         self._wrong = asyncio.Event()
@@ -91,7 +89,7 @@ class Service:
 
     def _read(self) -> None:
         try:
-            data = self._connection.recv(_READ_BYTES)
+            data = self._connection.recv(_READ_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
@@ -106,34 +104,14 @@ class Service:
                 else:
                     self._take(decode_work(head, body))
         except (ValueError, KeyError, IndexError) as error:
+            # The daemon is of another version, most likely.
             _log.error("remote.daemon_confused", error=str(error))
             self._ended.set()
 
     def _send(self, frame: bytes) -> None:
-        """Send a frame, from any thread: what the socket takes, and the rest when it takes more."""
-        with self._lock:
-            waited = bool(self._unsent)
-            self._unsent += frame
-            if not waited and not self._push():
-                self._loop.call_soon_threadsafe(self._send_later)
-
-    def _push(self) -> bool:
-        """Send what the socket takes; return whether that was everything."""
-        try:
-            while self._unsent:
-                del self._unsent[: self._connection.send(self._unsent)]
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._unsent.clear()  # the daemon is gone, as the next read tells
-        return True
-
-    def _send_later(self) -> None:
-        with self._lock:
-            if self._push():
-                self._loop.remove_writer(self._connection)
-            else:
-                self._loop.add_writer(self._connection, self._send_later)
+        """Send a frame, from any thread; the daemon always reads."""
+        with self._lock, contextlib.suppress(OSError):  # it is gone, as the next read tells
+            self._connection.sendall(frame)
 
     # -- the remote's condition --------------------------------------------------------------------
 
@@ -145,7 +123,7 @@ class Service:
             problem = self._refused = ""
             try:
                 hit("mover.before_probe")
-                await probe(self._driver, self._place, self._fleet_key)
+                await probe(self._driver, self._fleet_key)
             except Refused as error:
                 problem = self._refused = str(error)
             except Unavailable as error:
@@ -159,9 +137,8 @@ class Service:
                 await self._wrong.wait()
 
     def _tell(self, problem: str) -> None:
-        caps = self._driver.caps
-        values = [caps.value_bytes_max, caps.evicts, caps.durable, caps.creates_once]
-        self._send(encode({"kind": "state", "problem": problem, "caps": values}))
+        most = self._driver.value_bytes_max
+        self._send(encode({"kind": "state", "problem": problem, "value_bytes_max": most}))
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -169,21 +146,15 @@ class Service:
         request = work.request
         self._open.add(work.ticket)
         if self._refused:
-            self._answer(work, Results([DENIED] * len(request.keys)), Counter())
+            self._answer(work.failed(Failure.DENIED), Counter())
             return
         names = object_names(self._fleet_key, request.space, request.keys)
-        try:
-            if isinstance(request, Put):
-                self._movers.put(work, request, names)
-            elif isinstance(request, Get):
-                self._movers.get(work, request, names)
-            else:
-                task = self._loop.create_task(self._ask(work, names))
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
-        except ValueError:
-            # A place outside the arena: the daemon's mistake, which must not end the others' work.
-            self._answer(work, Results([Failed(Failure.IO)] * len(names)), Counter())
+        if isinstance(request, Get):
+            self._movers.move(work, request, names)
+        else:
+            task = self._loop.create_task(self._ask(work, names))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
 
     async def _ask(self, work: Work, names: list[str]) -> None:
         if isinstance(work.request, Delete):
@@ -191,22 +162,96 @@ class Service:
         else:
             size = record_bytes(work.request.family)
             found = await self._driver.exists(names, size, work.deadline)
-        self._answer(work, Results(found), Counter())
+        self._answer(Answer(work.ticket, found), Counter())
 
-    def _answer(self, work: Work, results: Results, counts: Counter[str]) -> None:
+    def _answer(self, answer: Answer, counts: Counter[str]) -> None:
         """Answer a request, from any thread."""
-        self._open.discard(work.ticket)
-        self._cancelled.discard(work.ticket)
-        kinds = set(results.outcomes)
+        self._open.discard(answer.ticket)
+        self._cancelled.discard(answer.ticket)
+        kinds = set(answer.outcomes)
         if DENIED in kinds and not self._refused:
             self._loop.call_soon_threadsafe(self._wrong.set)
         for kind in kinds:
             if isinstance(kind, Corrupt):
-                counts[f"corrupt_{kind.where}"] += results.outcomes.count(kind)
+                counts[f"corrupt_{kind.where}"] += answer.outcomes.count(kind)
         with self._lock:
             for name, amount in dict(self._driver.requests).items():
                 counts[f"requests_{name}"] += amount - self._told[name]
                 self._told[name] = amount
         hit("mover.before_results")
-        self._send(encode_results(work.ticket, results, counts))
+        self._send(encode_answer(answer, counts))
         hit("mover.after_results")
+
+
+class Unavailable(Exception):
+    """The remote does not answer; requests may be tried all the same."""
+
+
+async def probe(driver: Driver, fleet_key: bytes) -> None:
+    """Write, read and remove a value, and compare the fleet's mark with ours.
+
+    Raises:
+        Refused: the remote must not be used before somebody has done as the text says.
+        Unavailable: the remote does not answer or fails.
+    """
+    place, name, value = driver.url.place, probe_name(), secrets.token_bytes(_PROBE_BYTES)
+    _check(await _put(driver, name, value), place, "a write")
+    try:
+        found = await _get(driver, name, _PROBE_BYTES)
+        if isinstance(found, memoryview) and found != value:
+            raise Refused(f"{place} returns other bytes than were written; use another server")
+        if isinstance(found, Missing):
+            raise Refused(
+                f"{place} does not find what was just written: check that the bucket exists and "
+                "that the server keeps values"
+            )
+        if not isinstance(found, memoryview):
+            _check(found, place, "a read")
+    finally:
+        removed = await driver.delete([name], _soon())
+    _check(removed[0], place, "a removal")
+    await _mark(driver, fleet_mark(fleet_key))
+
+
+async def _mark(driver: Driver, ours: bytes) -> None:
+    place = driver.url.place
+    found = await _get(driver, MARK_NAME, len(ours))
+    if isinstance(found, Missing):
+        _check(await _put(driver, MARK_NAME, ours), place, "a write")
+        found = await _get(driver, MARK_NAME, len(ours))
+    if isinstance(found, memoryview) and found == ours:
+        return
+    if isinstance(found, Failed):
+        _check(found, place, "a read")
+    raise Refused(
+        f"{place} belongs to a fleet with another key: copy that fleet's key file to this host, or "
+        "give the URL another prefix (if its key is lost, its blocks are, too: kvhearth remote "
+        "purge --yes removes them and the key's mark)"
+    )
+
+
+async def _put(driver: Driver, name: str, value: bytes) -> Outcome:
+    (found,) = await asyncio.to_thread(driver.put, [name], [memoryview(value)], _soon())
+    return found
+
+
+async def _get(driver: Driver, name: str, size: int) -> memoryview | Outcome:
+    into = memoryview(bytearray(size))
+    (found,) = await asyncio.to_thread(driver.get, [name], [into], _soon())
+    return found
+
+
+def _soon() -> float:
+    return time.monotonic() + PROBE_S
+
+
+def _check(outcome: Outcome, place: str, what: str) -> None:
+    if isinstance(outcome, Done):
+        return
+    reason = outcome.reason if isinstance(outcome, Failed) else None
+    if reason is Failure.DENIED:
+        raise Refused(f"{place} {_FIXES[reason]} ({what} failed)")
+    if isinstance(outcome, Missing):
+        raise Refused(f"{place} has no such bucket or directory; make it or correct the URL")
+    text = _FIXES.get(reason, "fails") if reason is not None else "fails"
+    raise Unavailable(f"{place} {text} ({what} failed)")

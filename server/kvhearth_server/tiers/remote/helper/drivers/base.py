@@ -9,13 +9,14 @@ driver translates its library's errors.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from kvhearth_server.observability.logs import get_logger
+from kvhearth_server.observability.logs import LimitedLog, Throttle, get_logger
 from kvhearth_server.tiers.base import Failed, Failure, Outcome
-from kvhearth_server.tiers.remote.mover import Caps
+from kvhearth_server.tiers.remote.url import RemoteUrl
 
 
 class Listed(NamedTuple):
@@ -30,39 +31,45 @@ class Refused(Exception):
     """The remote refuses this daemon, whatever is asked: the text says what to do."""
 
 
-class Driver(Protocol):
+class Driver(ABC):
     """Values of one remote. Names do not have the prefix of the remote's URL.
 
     Attributes:
-        caps: properties of the remote.
+        value_bytes_max: most bytes of one value.
         parallel: threads that put, and as many that get, at once.
+        portion_bytes, portion_max: most bytes and most values that one call should take.
+        prefix: begin of each name at the remote.
         requests: requests that were sent, by kind: put, get, head, delete, list.
     """
 
-    caps: Caps
+    value_bytes_max: int
     parallel: int
-    requests: Counter[str]
+    portion_bytes = 2 << 20
+    portion_max = 16
 
-    def attach(self, staging: memoryview) -> None:
+    def __init__(self, url: RemoteUrl) -> None:
+        self.url = url
+        self.prefix = f"{url.prefix}/" if url.prefix else ""
+        self.requests: Counter[str] = Counter()
+
+    def attach(self, staging: memoryview) -> None:  # noqa: B027 - not all need it
         """Learn the memory that values are put from and got into; called once, before all else."""
 
     def portion(self, size: int) -> int:
         """Return the number of values of ``size`` bytes that one call should take at most."""
+        return max(1, min(round(self.portion_bytes / size), self.portion_max))
 
+    @abstractmethod
     def put(
-        self,
-        names: Sequence[str],
-        values: Sequence[memoryview],
-        deadline: float,
-        *,
-        replace: bool = False,
+        self, names: Sequence[str], values: Sequence[memoryview], deadline: float
     ) -> list[Outcome]:
-        """Store values; ``Done`` also if a name has one, which stays unless ``replace`` is true.
+        """Store values; one that a name has is replaced.
 
         Args:
             deadline: ``time.monotonic()`` by which it ends.
         """
 
+    @abstractmethod
     def get(
         self, names: Sequence[str], into: Sequence[memoryview], deadline: float
     ) -> list[memoryview | Outcome]:
@@ -74,41 +81,44 @@ class Driver(Protocol):
                 returned as it is.
         """
 
+    @abstractmethod
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
         """Return ``Done`` or ``Missing`` for each name; values of another size than ``size`` may
         count as missing.
         """
 
+    @abstractmethod
     async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
         """Remove values; ``Done`` also for names without one."""
 
+    @abstractmethod
     def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
         """Return all values whose name begins with ``prefix``, in portions."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - not all need it
         """Give up connections."""
 
 
 _QUIET_S = 10.0
-_log = get_logger("kvhearth.remote")
+_failures = LimitedLog(get_logger("kvhearth.remote"), Throttle(_QUIET_S))
 
 
-class Complaints:
-    """Log of a library's errors, which outcomes do not tell: one line of a kind in ten seconds."""
+def told(outcome: Outcome, error: BaseException) -> Outcome:
+    """Log a library's error, which its outcome does not tell, if that is a failure: one line of a
+    kind in ten seconds. Return the outcome.
+    """
+    if isinstance(outcome, Failed):
+        reason = outcome.reason.value
+        _failures.warning(
+            "remote.request_failed", kind=reason, reason=reason, error=first_line(error)
+        )
+    return outcome
 
-    def __init__(self) -> None:
-        self._told: dict[str, float] = {}
 
-    def tell(self, outcome: Outcome, error: BaseException) -> Outcome:
-        """Log an error whose outcome is a failure; return the outcome."""
-        now = time.monotonic()
-        if isinstance(outcome, Failed):
-            kind = outcome.reason.value
-            if now - self._told.get(kind, -_QUIET_S) >= _QUIET_S:
-                self._told[kind] = now
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                _log.warning("remote.request_failed", reason=kind, error=lines[0][:300])
-        return outcome
+def first_line(error: BaseException) -> str:
+    """Return an error's first line, without the library's debug text behind it."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 _TIMES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

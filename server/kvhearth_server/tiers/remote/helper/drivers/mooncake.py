@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,18 +18,15 @@ from kvhearth.native.blocks import address_of
 from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
 from kvhearth_server.tiers.remote.helper.drivers.base import (
     UNREACHABLE,
-    Complaints,
+    Driver,
     Listed,
     Refused,
+    told,
 )
-from kvhearth_server.tiers.remote.mover import Caps
 from kvhearth_server.tiers.remote.url import RemoteUrl
 
-_VALUE_BYTES_MAX = 1 << 30
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _BUFFER_BYTES = 16 << 20
-_PORTION_BYTES = 16 << 20
-_PORTION_MAX = 32
 _RPC_MS = 2000
 """Bound of the library's own for calls of the master; that of transfers (60 s) is fixed."""
 _AGAIN_S = 1.0
@@ -45,10 +41,13 @@ _OUTCOMES: dict[int, Outcome] = {
 _T = TypeVar("_T")
 
 
-class MooncakeDriver:
-    """See ``base.Driver``. Nothing here keeps a deadline: the daemon ends the process."""
+class MooncakeDriver(Driver):
+    """Values of Mooncake Store. Nothing here keeps a deadline: the daemon ends the process."""
 
+    value_bytes_max = 1 << 30
     parallel = 4
+    portion_bytes = 16 << 20
+    portion_max = 32
 
     def __init__(self, url: RemoteUrl) -> None:
         if url.protocol == "rdma" and not any(_RDMA_DEVICES.glob("*")):
@@ -56,11 +55,7 @@ class MooncakeDriver:
                 f"{url.place}: this host has no RDMA device ({_RDMA_DEVICES} is empty); use "
                 "protocol=tcp, or load the device's driver and pass it to the container"
             )
-        self.caps = Caps(_VALUE_BYTES_MAX, evicts=True, durable=False, creates_once=False)
-        self.requests: Counter[str] = Counter()
-        self._complaints = Complaints()
-        self._url = url
-        self._prefix = f"{url.prefix}/" if url.prefix else ""
+        super().__init__(url)
         self._pool = ThreadPoolExecutor(_ASKING, "kvhearth-mooncake")
         self._lock = threading.Lock()
         self._store: Any = None
@@ -69,7 +64,6 @@ class MooncakeDriver:
         os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(_RPC_MS))
 
     def attach(self, staging: memoryview) -> None:
-        """See ``base.Driver``."""
         self._staging = (_address(staging), len(staging))
 
     def _opened(self) -> Any:
@@ -77,12 +71,12 @@ class MooncakeDriver:
         with self._lock:
             if self._store is None and time.monotonic() - self._tried >= _AGAIN_S:
                 self._tried = time.monotonic()
-                ((host, port),) = self._url.hosts
+                ((host, port),) = self.url.hosts
                 store = MooncakeDistributedStore()
                 place = "127.0.0.1" if host in ("127.0.0.1", "localhost") else os.uname().nodename
                 status = store.setup(
-                    *(place, "P2PHANDSHAKE", 0, _BUFFER_BYTES, self._url.protocol),
-                    *(self._url.device, f"{host}:{port}"),
+                    *(place, "P2PHANDSHAKE", 0, _BUFFER_BYTES, self.url.protocol),
+                    *(self.url.device, f"{host}:{port}"),
                 )
                 if not status:
                     status = store.register_buffer(*self._staging)
@@ -101,27 +95,17 @@ class MooncakeDriver:
 
     def _outcome(self, status: int) -> Outcome:
         outcome = _OUTCOMES.get(status, UNREACHABLE)
-        return self._complaints.tell(outcome, OSError(f"{self._url.place} answers {status}"))
+        return told(outcome, OSError(f"{self.url.place} answers {status}"))
 
     def _staged(self, view: memoryview) -> bool:
         start, size = self._staging
         return start <= _address(view) < start + size
 
-    def portion(self, size: int) -> int:
-        """See ``base.Driver``."""
-        return max(1, min(round(_PORTION_BYTES / size), _PORTION_MAX))
-
     def put(
-        self,
-        names: Sequence[str],
-        values: Sequence[memoryview],
-        deadline: float,
-        *,
-        replace: bool = False,
+        self, names: Sequence[str], values: Sequence[memoryview], deadline: float
     ) -> list[Outcome]:
-        """See ``base.Driver``."""
         self.requests["put"] += 1
-        keys = [self._prefix + name for name in names]
+        keys = [self.prefix + name for name in names]
 
         def put(store: Any) -> list[int]:
             if not all(map(self._staged, values)):
@@ -138,9 +122,8 @@ class MooncakeDriver:
     def get(
         self, names: Sequence[str], into: Sequence[memoryview], deadline: float
     ) -> list[memoryview | Outcome]:
-        """See ``base.Driver``."""
         self.requests["get"] += 1
-        keys = [self._prefix + name for name in names]
+        keys = [self.prefix + name for name in names]
 
         def get(store: Any) -> list[memoryview | int]:
             if not all(map(self._staged, into)):
@@ -157,9 +140,9 @@ class MooncakeDriver:
         return [self._outcome(each) if isinstance(each, int) else each for each in found]
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
-        """See ``base.Driver``. Sizes are not compared: that would be a call for each."""
+        # Sizes are not compared: that would be a call for each.
         self.requests["head"] += 1
-        keys = [self._prefix + name for name in names]
+        keys = [self.prefix + name for name in names]
         found = await self._run(lambda store: list(store.batch_is_exist(keys)))
         if found is None:
             return [UNREACHABLE] * len(names)
@@ -167,24 +150,17 @@ class MooncakeDriver:
         return [outcomes.get(each) or self._outcome(each) for each in found]
 
     async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
-        """See ``base.Driver``."""
         self.requests["delete"] += 1
-        keys = [self._prefix + name for name in names]
+        keys = [self.prefix + name for name in names]
         found = await self._run(lambda store: list(store.batch_remove(keys, True)))
         if found is None:
             return [UNREACHABLE] * len(names)
         return [Done() if each in (0, -704) else self._outcome(each) for each in found]
 
     def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
-        """See ``base.Driver``.
-
-        Raises:
-            OSError: always, since the store lists nothing.
-        """
-        raise OSError(f"{self._url.place}: Mooncake does not list its objects; it evicts by itself")
+        raise OSError(f"{self.url.place}: Mooncake does not list its objects; it evicts by itself")
 
     async def close(self) -> None:
-        """See ``base.Driver``."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

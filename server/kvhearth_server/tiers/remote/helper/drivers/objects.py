@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
-import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace as replace_caps
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import (
-    AlreadyExistsError,
     BaseError,
-    NotSupportedError,
     PermissionDeniedError,
-    PreconditionError,
     UnauthenticatedError,
 )
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
@@ -29,21 +24,18 @@ from kvhearth_server.tiers.remote.helper.drivers.base import (
     DENIED,
     TIMEOUT,
     UNREACHABLE,
-    Complaints,
+    Driver,
     Listed,
     Refused,
+    first_line,
     time_class,
+    told,
 )
-from kvhearth_server.tiers.remote.mover import Caps
 from kvhearth_server.tiers.remote.url import RemoteUrl
 
-_VALUE_BYTES_MAX = 5_000_000_000
-"""Largest object of one S3 PUT."""
 _CONNECT_S = 2.0
 _REQUEST_S = 30.0
 """Bound of the library's own; each call has a shorter deadline."""
-_PORTION_BYTES = 2 << 20
-_PORTION_MAX = 8
 _T = TypeVar("_T")
 
 
@@ -51,32 +43,26 @@ class _Away(Exception):
     """A directory is gone, or what was mounted there. The library would make it again."""
 
 
-class ObjectDriver:
-    """See ``base.Driver``.
+class ObjectDriver(Driver):
+    """Values of a bucket or a directory.
 
     Raises:
         Refused: the store cannot be opened as the URL says.
     """
 
+    value_bytes_max = 5_000_000_000
+    """Largest object of one S3 PUT."""
     parallel = 8
+    portion_max = 8
 
     def __init__(self, url: RemoteUrl) -> None:
-        self.caps = Caps(_VALUE_BYTES_MAX, evicts=False, durable=True, creates_once=True)
-        self.requests: Counter[str] = Counter()
-        self._prefix = f"{url.prefix}/" if url.prefix else ""
-        self._complaints = Complaints()
-        self._create = True
-        self._url = url
-        self._stores: dict[float, Any] = {}
-        self._lock = threading.Lock()
+        super().__init__(url)
+        self._open = functools.cache(functools.partial(_open, url))
         try:
-            self._store = _open(url, _REQUEST_S)
+            self._store = self._open(_REQUEST_S)
         except (BaseError, OSError, ValueError) as error:
             raise Refused(f"{url.place} cannot be opened: {first_line(error)}") from None
         self._mounted = url.scheme == "file" and os.path.ismount(url.bucket)
-
-    def attach(self, staging: memoryview) -> None:
-        """See ``base.Driver``."""
 
     def _by(self, deadline: float) -> Any:
         """Return the store whose requests end by a deadline. May wait for a file system.
@@ -84,58 +70,32 @@ class ObjectDriver:
         Raises:
             _Away: there is no such directory now.
         """
-        if self._url.scheme == "file":
+        if self.url.scheme == "file":
             here = os.path.ismount if self._mounted else os.path.isdir
-            if not here(self._url.bucket):
-                raise _Away(f"{self._url.bucket} went away; mount or make it")
+            if not here(self.url.bucket):
+                raise _Away(f"{self.url.bucket} went away; mount or make it")
             return self._store
-        time_s = time_class(deadline)
-        store = self._stores.get(time_s)
-        if store is None:
-            with self._lock:
-                store = self._stores.get(time_s) or _open(self._url, time_s)
-                self._stores[time_s] = store
-        return store
-
-    def portion(self, size: int) -> int:
-        """See ``base.Driver``."""
-        return max(1, min(round(_PORTION_BYTES / size), _PORTION_MAX))
+        return self._open(time_class(deadline))
 
     def put(
-        self,
-        names: Sequence[str],
-        values: Sequence[memoryview],
-        deadline: float,
-        *,
-        replace: bool = False,
+        self, names: Sequence[str], values: Sequence[memoryview], deadline: float
     ) -> list[Outcome]:
-        """See ``base.Driver``."""
         pairs = zip(names, values, strict=True)
-        return [self._put(name, value, deadline, replace) for name, value in pairs]
+        return [self._put(name, value, deadline) for name, value in pairs]
 
-    def _put(self, name: str, value: memoryview, deadline: float, replace: bool) -> Outcome:
+    def _put(self, name: str, value: memoryview, deadline: float) -> Outcome:
         if time.monotonic() >= deadline:
             return TIMEOUT
         self.requests["put"] += 1
-        creating = self._create and not replace
-        mode: Any = "create" if creating else "overwrite"
         try:
-            store = self._by(deadline)
-            obstore.put(store, self._prefix + name, value, mode=mode, use_multipart=False)
-        except (AlreadyExistsError, PreconditionError):
-            return Done()
+            obstore.put(self._by(deadline), self.prefix + name, value, use_multipart=False)
         except (BaseError, OSError, _Away) as error:
-            if not creating or not _unsupported(error):
-                return self._complaints.tell(outcome_of(error), error)
-            self._create = False
-            self.caps = replace_caps(self.caps, creates_once=False)
-            return self._put(name, value, deadline, True)
+            return told(outcome_of(error), error)
         return Done()
 
     def get(
         self, names: Sequence[str], into: Sequence[memoryview], deadline: float
     ) -> list[memoryview | Outcome]:
-        """See ``base.Driver``."""
         found: list[memoryview | Outcome] = [Missing()] * len(names)
         for row, (name, view) in enumerate(zip(names, into, strict=True)):
             found[row] = self._get(name, len(view), deadline)
@@ -148,36 +108,34 @@ class ObjectDriver:
             return TIMEOUT
         self.requests["get"] += 1
         try:
-            found = obstore.get(self._by(deadline), self._prefix + name)
+            found = obstore.get(self._by(deadline), self.prefix + name)
             start, end = found.range
             if end - start != size:
                 # Not downloaded: it is none of ours, or cut off.
                 return Corrupt("remote")
             return memoryview(found.bytes())
         except (BaseError, OSError, _Away) as error:
-            return self._complaints.tell(outcome_of(error), error)
+            return told(outcome_of(error), error)
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
-        """See ``base.Driver``."""
         return list(await asyncio.gather(*(self._exists(each, size, deadline) for each in names)))
 
     async def _exists(self, name: str, size: int, deadline: float) -> Outcome:
         self.requests["head"] += 1
         try:
-            found = await _by(deadline, obstore.head_async(self._store, self._prefix + name))
+            found = await _by(deadline, obstore.head_async(self._store, self.prefix + name))
         except (BaseError, OSError, TimeoutError) as error:
-            return self._complaints.tell(outcome_of(error), error)
+            return told(outcome_of(error), error)
         return Done() if found["size"] == size else Missing()
 
     async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
-        """See ``base.Driver``."""
         self.requests["delete"] += 1
-        paths = [self._prefix + name for name in names]
+        paths = [self.prefix + name for name in names]
         outcome: Outcome = Done()
         try:
             await _by(deadline, obstore.delete_async(self._store, paths))
         except (BaseError, OSError, TimeoutError) as error:
-            outcome = self._complaints.tell(outcome_of(error), error)
+            outcome = told(outcome_of(error), error)
             if isinstance(outcome, Missing) and len(names) > 1:
                 # A directory's driver ends at the first one that is not there.
                 rows = [await self.delete([name], deadline) for name in names]
@@ -185,36 +143,21 @@ class ObjectDriver:
         return [Done() if isinstance(outcome, Missing) else outcome] * len(names)
 
     async def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
-        """See ``base.Driver``."""
         self.requests["list"] += 1
-        async for portion in obstore.list(self._store, self._prefix + prefix):
+        async for portion in obstore.list(self._store, self.prefix + prefix):
             yield [
                 Listed(
-                    each["path"].removeprefix(self._prefix),
+                    each["path"].removeprefix(self.prefix),
                     each["size"],
                     each["last_modified"].timestamp(),
                 )
                 for each in portion
             ]
 
-    async def close(self) -> None:
-        """See ``base.Driver``."""
-
-
-def _unsupported(error: BaseException) -> bool:
-    """Whether the server does not know conditional writes."""
-    return isinstance(error, NotSupportedError) or "status code: 501" in str(error)
-
 
 async def _by(deadline: float, waiting: Awaitable[_T]) -> _T:
     async with asyncio.timeout(deadline - time.monotonic()):
         return await waiting
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's first line, without the library's debug text behind it."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def outcome_of(error: BaseException) -> Outcome:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,45 +32,44 @@ from kvhearth_server.tiers.remote.helper.drivers.base import (
     DENIED,
     TIMEOUT,
     UNREACHABLE,
-    Complaints,
+    Driver,
     Listed,
     Refused,
     time_class,
+    told,
 )
-from kvhearth_server.tiers.remote.mover import Caps
 from kvhearth_server.tiers.remote.url import RemoteUrl
 
-_VALUE_BYTES_MAX = 512 << 20
-"""Bound of a string; the server's proto-max-bulk-len may be lower."""
 _CONNECT_MS = 2000
-_PORTION_BYTES = 2 << 20
-_PORTION_MAX = 16
 _SCAN = 1000
 _ASKING = 2
 """Threads that ask and remove."""
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "AuthenticationFailed", "invalid password")
 _T = TypeVar("_T")
+_ALONE: Any = (GlideClient, GlideClientConfiguration, AdvancedGlideClientConfiguration)
+_CLUSTER: Any = (
+    *(GlideClusterClient, GlideClusterClientConfiguration),
+    AdvancedGlideClusterClientConfiguration,
+)
 _Client = GlideClient | GlideClusterClient
 
 
-class ValkeyDriver:
-    """See ``base.Driver``. Calls run in threads, each with connections of its own.
+class ValkeyDriver(Driver):
+    """Values of Valkey. Calls run in threads, each with connections of its own.
 
     Raises:
         Refused: a file that the URL names cannot be read.
     """
 
+    value_bytes_max = 512 << 20
+    """Bound of a string; the server's proto-max-bulk-len may be lower."""
     parallel = 4
 
     def __init__(self, url: RemoteUrl) -> None:
-        self.caps = Caps(_VALUE_BYTES_MAX, evicts=True, durable=False, creates_once=False)
-        self.requests: Counter[str] = Counter()
-        self._complaints = Complaints()
-        self._url = url
-        self._prefix = f"{url.prefix}/" if url.prefix else ""
+        super().__init__(url)
         self._pool = ThreadPoolExecutor(_ASKING, "kvhearth-valkey")
         self._local = threading.local()
-        self._options = _options(url)
+        self._options, self._tls = _options(url)
 
     def _client(self, deadline: float) -> _Client:
         """Return this thread's client whose deadline is the longest one before ``deadline``.
@@ -82,59 +80,44 @@ class ValkeyDriver:
         time_ms = round(1000 * time_class(deadline))
         clients: dict[int, _Client] = self._local.__dict__.setdefault("clients", {})
         if time_ms not in clients:
-            options = {**self._options, "request_timeout": time_ms}
-            tls = options.pop("tls")
-            connect = min(time_ms, _CONNECT_MS)
-            if self._url.cluster:
-                advanced = AdvancedGlideClusterClientConfiguration(connect, tls)
-                clients[time_ms] = GlideClusterClient.create(
-                    GlideClusterClientConfiguration(**options, advanced_config=advanced)
+            client, configuration, advanced = _CLUSTER if self.url.cluster else _ALONE
+            clients[time_ms] = client.create(
+                configuration(
+                    **self._options,
+                    request_timeout=time_ms,
+                    advanced_config=advanced(min(time_ms, _CONNECT_MS), self._tls),
                 )
-            else:
-                alone = AdvancedGlideClientConfiguration(connect, tls)
-                clients[time_ms] = GlideClient.create(
-                    GlideClientConfiguration(**options, advanced_config=alone)
-                )
+            )
         return clients[time_ms]
+
+    def _batch(self) -> Any:
+        return ClusterBatch(False) if self.url.cluster else Batch(False)
 
     def _call(self, call: Callable[[_Client], _T], deadline: float) -> _T | Outcome:
         """Make a call. It is not given up at the deadline: the library still uses its memory."""
         try:
             return call(self._client(deadline))
         except exceptions.GlideError as error:
-            return self._complaints.tell(outcome_of(error), error)
+            return told(outcome_of(error), error)
 
     async def _run(self, call: Callable[[_Client], _T], deadline: float) -> _T | Outcome:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._call, call, deadline)
 
-    def attach(self, staging: memoryview) -> None:
-        """See ``base.Driver``."""
-
-    def portion(self, size: int) -> int:
-        """See ``base.Driver``."""
-        return max(1, min(round(_PORTION_BYTES / size), _PORTION_MAX))
-
     def put(
-        self,
-        names: Sequence[str],
-        values: Sequence[memoryview],
-        deadline: float,
-        *,
-        replace: bool = False,
+        self, names: Sequence[str], values: Sequence[memoryview], deadline: float
     ) -> list[Outcome]:
-        """See ``base.Driver``. A value under a name is replaced, by the same bytes."""
         self.requests["put"] += 1
-        ttl_s = int(self._url.ttl_s)
+        ttl_s = int(self.url.ttl_s)
         expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
-        batch = ClusterBatch(False) if self._url.cluster else Batch(False)
+        batch = self._batch()
         for name, value in zip(names, values, strict=True):
             # The library takes any buffer; only its types say bytes.
-            batch.set(self._prefix + name, cast(bytes, value), expiry=expiry)
+            batch.set(self.prefix + name, cast(bytes, value), expiry=expiry)
 
         def send(client: Any) -> Any:
             if len(names) == 1:
-                return [client.set(self._prefix + names[0], values[0], expiry=expiry)]
+                return [client.set(self.prefix + names[0], values[0], expiry=expiry)]
             return client.exec(batch, raise_on_error=False)
 
         done = self._call(send, deadline)
@@ -144,15 +127,14 @@ class ValkeyDriver:
 
     def _stored(self, answer: Any) -> Outcome:
         if isinstance(answer, exceptions.GlideError):
-            return self._complaints.tell(outcome_of(answer), answer)
+            return told(outcome_of(answer), answer)
         return Done() if isinstance(answer, str | bytes) else Failed(Failure.IO)
 
     def get(
         self, names: Sequence[str], into: Sequence[memoryview], deadline: float
     ) -> list[memoryview | Outcome]:
-        """See ``base.Driver``."""
         self.requests["get"] += 1
-        keys: list[Any] = [self._prefix + name for name in names]
+        keys: list[Any] = [self.prefix + name for name in names]
         found = self._call(lambda client: client.mget(keys, list(into)), deadline)
         if isinstance(found, list):
             return [_value(each, view) for each, view in zip(found, into, strict=True)]
@@ -163,9 +145,8 @@ class ValkeyDriver:
         return [_failed(found)] * len(names)
 
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
-        """See ``base.Driver``."""
         self.requests["head"] += 1
-        lengths = await self._lengths([self._prefix + name for name in names], deadline)
+        lengths = await self._lengths([self.prefix + name for name in names], deadline)
         if not isinstance(lengths, list):
             return [lengths] * len(names)
         return [Done() if length == size else Missing() for length in lengths]
@@ -173,32 +154,27 @@ class ValkeyDriver:
     async def _lengths(self, keys: Sequence[Any], deadline: float) -> list[int] | Outcome:
         """Return the length of each value, 0 for none."""
 
-        def ask(client: _Client) -> Any:
-            if isinstance(client, GlideClusterClient):
-                batch = ClusterBatch(False)
-                for key in keys:
-                    batch.strlen(key)
-                return client.exec(batch, raise_on_error=True)
-            alone = Batch(False)
-            for key in keys:
-                alone.strlen(key)
-            return client.exec(alone, raise_on_error=True)
+        batch = self._batch()
+        for key in keys:
+            batch.strlen(key)
+
+        def ask(client: Any) -> Any:
+            return client.exec(batch, raise_on_error=True)
 
         found = await self._run(ask, deadline)
         return found if isinstance(found, list) else _failed(found)
 
     async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
-        """See ``base.Driver``."""
         self.requests["delete"] += 1
-        keys: list[Any] = [self._prefix + name for name in names]
+        keys: list[Any] = [self.prefix + name for name in names]
         found = await self._run(lambda client: client.unlink(keys), deadline)
         return [Done() if isinstance(found, int) else _failed(found)] * len(names)
 
     async def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
-        """See ``base.Driver``. The server does not tell times: they are 0."""
-        pattern = f"{self._prefix}{prefix}*"
+        # The server does not tell times: they are 0.
+        pattern = f"{self.prefix}{prefix}*"
         new: Any = ClusterScanCursor
-        cursor: Any = new() if self._url.cluster else b"0"
+        cursor: Any = new() if self.url.cluster else b"0"
         while True:
             self.requests["list"] += 1
             now = cursor
@@ -208,19 +184,18 @@ class ValkeyDriver:
 
             found = await self._run(scan, time.monotonic() + 10.0)
             if not isinstance(found, list):
-                raise OSError(f"{self._url.place} cannot be listed: {found}")
+                raise OSError(f"{self.url.place} cannot be listed: {found}")
             cursor, keys = found
             if keys:
                 lengths = await self._lengths(keys, time.monotonic() + 10.0)
                 if not isinstance(lengths, list):
-                    raise OSError(f"{self._url.place} cannot be listed: {lengths}")
-                names = [key.decode("utf-8", "replace").removeprefix(self._prefix) for key in keys]
+                    raise OSError(f"{self.url.place} cannot be listed: {lengths}")
+                names = [key.decode("utf-8", "replace").removeprefix(self.prefix) for key in keys]
                 yield [Listed(*each, 0.0) for each in zip(names, lengths, strict=True)]
-            if cursor.is_finished() if self._url.cluster else cursor == b"0":
+            if cursor.is_finished() if self.url.cluster else cursor == b"0":
                 return
 
     async def close(self) -> None:
-        """See ``base.Driver``."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -250,7 +225,8 @@ def outcome_of(error: exceptions.GlideError) -> Outcome:
     return Failed(Failure.IO)
 
 
-def _options(url: RemoteUrl) -> dict[str, Any]:
+def _options(url: RemoteUrl) -> tuple[dict[str, Any], TlsAdvancedConfiguration | None]:
+    """Return the options of every client, and those of TLS."""
     try:
         secret = Path(url.secret_file).read_text("utf-8").strip() if url.secret_file else ""
         ca = Path(url.ca).read_bytes() if url.ca else None
@@ -269,5 +245,4 @@ def _options(url: RemoteUrl) -> dict[str, Any]:
         "use_tls": tls,
         "credentials": ServerCredentials(secret, url.user or None) if secret else None,
         "client_name": "kvhearth",
-        "tls": advanced if tls else None,
-    }
+    }, (advanced if tls else None)

@@ -1,4 +1,4 @@
-"""The guarded door: who comes in by a token or a certificate, and what a reload changes."""
+"""Credentials: who comes in by a token or a certificate, and what a reload changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,16 @@ from support.certificates import Authority
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings, load_settings
-from kvhearth_server.gateway.doors import Doors, tls_context
-from kvhearth_server.gateway.identity import Bounds, Identity, Role
-from kvhearth_server.gateway.roster import add_token, hash_of, new_token, read_roster
+from kvhearth_server.gateway.credentials import Credentials, tls_context
+from kvhearth_server.gateway.tokens import (
+    Bounds,
+    Identity,
+    Role,
+    add_token,
+    hash_of,
+    new_token,
+    read_identities,
+)
 
 pytestmark = pytest.mark.usefixtures("no_environment")
 
@@ -34,13 +42,17 @@ def written(path: Path, *rows: str, certificates: tuple[str, ...] = ()) -> Path:
     return path
 
 
-def doors_of(tokens: Path | None = None, **settings: Any) -> Doors:
-    return Doors(Settings(listen="127.0.0.1:0", tokens_file=tokens, **settings))
+def credentials_of(
+    tokens: Path | None = None, count: Callable[[str], None] | None = None, **settings: Any
+) -> Credentials:
+    return Credentials(Settings(listen="127.0.0.1:0", tokens_file=tokens, **settings), count)
 
 
-def refused(doors: Doors, secret: str, certificate: Any = None, address: str = "10.0.0.1") -> str:
+def refused(
+    credentials: Credentials, secret: str, certificate: Any = None, address: str = "10.0.0.1"
+) -> str:
     with pytest.raises(KVHearthError) as caught:
-        doors.identify(secret, certificate, address)
+        credentials.identify(secret, certificate, address)
     assert caught.value.reason is Reason.PEER_NOT_ALLOWED
     assert not secret or secret not in caught.value.message
     return caught.value.message
@@ -78,20 +90,24 @@ def test_the_door_is_shut_by_default_and_open_on_loopback() -> None:
 
 
 def test_tokens_have_tenants_roles_and_bounds(tmp_path: Path) -> None:
-    doors = doors_of(
-        written(
-            tmp_path / "tokens",
-            f"name: a, tenant: t1, hash: '{hash_of(A)}', bounds: {{held_bytes: 1GiB, sessions: 2}}",
-            f"name: b, tenant: t2, role: operator, hash: '{hash_of(B)}'",
-        )
+    causes = list[str]()
+    path = written(
+        tmp_path / "tokens",
+        f"name: a, tenant: t1, hash: '{hash_of(A)}', bounds: {{held_bytes: 1GiB, sessions: 2}}",
+        f"name: b, tenant: t2, role: operator, hash: '{hash_of(B)}'",
     )
+    credentials = credentials_of(path, causes.append)
     bounds = Bounds(sessions=2, held_bytes=1 << 30)
-    assert doors.identify(A, None) == Identity("a", "t1", Role.ENGINE, bounds)
-    assert doors.identify(B, None) == doors.of_token(B) == Identity("b", "t2", Role.OPERATOR)
-    same = {refused(doors, wrong) for wrong in (A[:-1], B + "z", "\ud800", "x" * 256)}
+    assert credentials.identify(A, None) == Identity("a", "t1", Role.ENGINE, bounds)
+    assert (
+        credentials.identify(B, None)
+        == credentials.of_token(B)
+        == Identity("b", "t2", Role.OPERATOR)
+    )
+    same = {refused(credentials, wrong) for wrong in (A[:-1], B + "z", "\ud800", "x" * 256)}
     assert len(same) == 1, "a refusal tells which token exists"
-    assert "token or certificate" in refused(doors, "")
-    assert doors.refusals == {"wrong_token": 4, "nothing_shown": 1}
+    assert "token or certificate" in refused(credentials, "")
+    assert Counter(causes) == {"wrong_token": 4, "nothing_shown": 1}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +136,7 @@ def test_broken_files_are_refused_with_the_fix(tmp_path: Path, content: str, why
     path.touch(mode=0o600)
     path.write_text(content)
     with pytest.raises(KVHearthError) as caught:
-        doors_of(path)
+        credentials_of(path)
     assert caught.value.reason is Reason.CONFIG_INVALID
     assert why in caught.value.message
     assert "kvhearth token new" in caught.value.message
@@ -131,9 +147,9 @@ def test_files_of_secrets_are_the_daemons_alone(tmp_path: Path) -> None:
     for mode in (0o640, 0o604, 0o620, 0o602):
         path.chmod(mode)
         with pytest.raises(KVHearthError, match=r"chmod (600|go-w)"):
-            doors_of(path)
+            credentials_of(path)
     with pytest.raises(KVHearthError, match="No such file"):
-        doors_of(tmp_path / "none")
+        credentials_of(tmp_path / "none")
     cert, key = Authority(tmp_path).issue("localhost")
     key.chmod(0o644)
     with pytest.raises(KVHearthError, match=r"tls_key: .*chmod 600"):
@@ -160,21 +176,21 @@ def test_certificates_name_tenants_by_the_file_only(tmp_path: Path) -> None:
             "uri: 'spiffe://x/engine', name: engines, tenant: t3",
         ),
     )
-    doors = doors_of(path)
-    assert doors.identify("", shown("gpu-7")) == Identity("gpu-7", "t2", Role.OPERATOR)
-    assert doors.identify("", shown("gpu-7", "spiffe://x/engine")).tenant == "t3"
-    assert doors.identify(A, shown("gpu-7")).tenant == "t1"
-    assert "certificate" in refused(doors, "", shown("a"))
-    assert "token" in refused(doors, "wrong", shown("gpu-7"))
+    credentials = credentials_of(path)
+    assert credentials.identify("", shown("gpu-7")) == Identity("gpu-7", "t2", Role.OPERATOR)
+    assert credentials.identify("", shown("gpu-7", "spiffe://x/engine")).tenant == "t3"
+    assert credentials.identify(A, shown("gpu-7")).tenant == "t1"
+    assert "certificate" in refused(credentials, "", shown("a"))
+    assert "token" in refused(credentials, "wrong", shown("gpu-7"))
     two = {"subject": ((("commonName", "gpu-7"),), (("commonName", "other"),))}
-    assert "certificate" in refused(doors, "", two)
+    assert "certificate" in refused(credentials, "", two)
 
 
 class Server:
-    """Accepts TLS connections under the doors' present context, and echoes."""
+    """Accepts TLS connections under the credentials' present context, and echoes."""
 
-    def __init__(self, doors: Doors) -> None:
-        self.doors = doors
+    def __init__(self, credentials: Credentials) -> None:
+        self.credentials = credentials
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
         self.identities: list[Identity | str] = []
@@ -190,12 +206,14 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(20)
-        context = self.doors.context
+        context = self.credentials.context
         assert context is not None
         try:
             with context.wrap_socket(connection, server_side=True) as wrapped:
                 secret = wrapped.recv(256).decode().strip("-")
-                found = self.doors.identify(secret, wrapped.getpeercert() or None, "127.0.0.1")
+                found = self.credentials.identify(
+                    secret, wrapped.getpeercert() or None, "127.0.0.1"
+                )
                 self.identities.append(found)
                 while True:
                     wrapped.sendall(f"{found.name}@{found.tenant}".encode())
@@ -219,8 +237,8 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @contextlib.contextmanager
-def served(doors: Doors) -> Iterator[Server]:
-    server = Server(doors)
+def served(credentials: Credentials) -> Iterator[Server]:
+    server = Server(credentials)
     try:
         yield server
     finally:
@@ -245,7 +263,7 @@ def client(
 def test_real_certificates_over_real_sockets(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.issue("localhost")
     path = written(tmp_path / "tokens", certificates=("cn: gpu-7, tenant: t2",))
-    doors = doors_of(path, tls_cert=cert, tls_key=key, client_ca=authority.path)
+    credentials = credentials_of(path, tls_cert=cert, tls_key=key, client_ca=authority.path)
     foreign = Authority(tmp_path, "foreign")
     peers = {
         "gpu-7@t2": authority.issue("gpu-7"),
@@ -254,7 +272,7 @@ def test_real_certificates_over_real_sockets(tmp_path: Path, authority: Authorit
         " foreign": foreign.issue("gpu-7", file="foreign-7"),
         " none": None,
     }
-    with served(doors) as server:
+    with served(credentials) as server:
         for answer, own in peers.items():
             wrapped, said = client(server, authority.path, own)
             assert said == answer.partition(" ")[0], (answer, said)
@@ -274,11 +292,11 @@ def test_without_a_map_a_certificate_is_the_only_tenants(
 ) -> None:
     cert, key = authority.issue("localhost")
     tls = {"tls_cert": cert, "tls_key": key, "client_ca": authority.path}
-    doors = doors_of(None, **tls)
-    assert doors.identify("", shown("gpu-7")) == Identity("gpu-7", "default")
-    assert "token or certificate" in refused(doors, "anything")
+    credentials = credentials_of(None, **tls)
+    assert credentials.identify("", shown("gpu-7")) == Identity("gpu-7", "default")
+    assert "token or certificate" in refused(credentials, "anything")
     only_tokens = written(tmp_path / "tokens", f"name: a, tenant: t, hash: '{hash_of(A)}'")
-    assert "certificate" in refused(doors_of(only_tokens, **tls), "", shown("gpu-7"))
+    assert "certificate" in refused(credentials_of(only_tokens, **tls), "", shown("gpu-7"))
 
 
 def test_a_reload_keeps_connections_and_a_broken_file_keeps_the_old(
@@ -287,18 +305,18 @@ def test_a_reload_keeps_connections_and_a_broken_file_keeps_the_old(
     """New handshakes see the new certificate and tokens; the connection that lives goes on."""
     cert, key = authority.issue("localhost")
     path = written(tmp_path / "tokens", f"name: a, tenant: t1, hash: '{hash_of(A)}'")
-    doors = doors_of(path, tls_cert=cert, tls_key=key)
+    credentials = credentials_of(path, tls_cert=cert, tls_key=key)
     second = Authority(tmp_path, "second")
-    with served(doors) as server:
+    with served(credentials) as server:
         living, said = client(server, authority.path, secret=A)
         assert said == "a@t1"
         new_cert, new_key = second.issue("localhost", file="new")
         cert.write_bytes(new_cert.read_bytes())
-        assert not doors.reload(), "the key does not fit"
+        assert not credentials.reload(), "the key does not fit"
         client(server, authority.path, secret=A)[0].close()
         key.write_bytes(new_key.read_bytes())
         written(path, f"name: b, tenant: t2, hash: '{hash_of(B)}'")
-        assert doors.reload()
+        assert credentials.reload()
         living.sendall(b"more")
         assert living.recv(256) == b"a@t1"
         living.close()
@@ -311,8 +329,8 @@ def test_a_reload_keeps_connections_and_a_broken_file_keeps_the_old(
         assert said == ""
         refused_one.close()
         path.write_text("tokens: [")
-        assert not doors.reload()
-        assert doors.identify(B, None).name == "b"
+        assert not credentials.reload()
+        assert credentials.identify(B, None).name == "b"
 
 
 # -- tokens that are made ----------------------------------------------------------------------
@@ -329,15 +347,20 @@ def test_tokens_are_appended_and_comments_stay(tmp_path: Path) -> None:
             )
     assert path.read_text().startswith("# whose")
     assert path.stat().st_mode & 0o777 == 0o600
-    doors = doors_of(path)
+    credentials = credentials_of(path)
     for number, token in enumerate(tokens):
         assert token not in path.read_text()
         bounds = Bounds(sessions=number)
-        assert doors.identify(token, None) == Identity(f"n{number}", "t", Role.OPERATOR, bounds)
-    assert len(read_roster(path).rows) == 4
+        assert credentials.identify(token, None) == Identity(
+            f"n{number}", "t", Role.OPERATOR, bounds
+        )
+    assert len(read_identities(path)) == 4
     with pytest.raises(KVHearthError, match="another tenant, role or bounds"):
         add_token(path, Identity("n0", "other"), new_token())
     path.write_text("tokens:\n  - {name: i, tenant: t, hash: '" + hash_of(A) + "'}  # deep\n")
     add_token(path, Identity("j", "t"), tokens[0])
     assert "# deep" in path.read_text()
-    assert len(read_roster(path).rows) == 2
+    assert len(read_identities(path)) == 2
+    path.write_text("tokens: [{name: i, tenant: t, hash: '" + hash_of(A) + "'}]\n")
+    with pytest.raises(KVHearthError, match="in a line of its own"):
+        add_token(path, Identity("j", "t"), tokens[0])

@@ -1,4 +1,4 @@
-"""Circuit breaker of a remote: stops requests while it does not answer, and always tries again.
+"""Limits of requests to a remote: bounds of what is published, and the circuit breaker.
 
 Pure: times are given, monotonic seconds.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvhearth_server.tiers.base import Refusal, Throttled
 
 FAILURES_IN_A_ROW = 5
 WINDOW = 20
@@ -18,6 +21,62 @@ PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 30.0
 """Time from the opening to the first probe, and the longest time between two."""
 _JITTER = 0.2
 """Part of a pause that is left to chance, so that a fleet does not probe in step."""
+
+
+class Bucket:
+    """Allows ``rate`` units a second and ``burst`` at once; a rate of 0 allows everything.
+
+    A single request may be larger than the bucket: it leaves a debt that others wait for.
+    """
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate, self._burst = rate, burst
+        self._level, self._at = burst, now
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until something may be taken."""
+        if not self._rate:
+            return 0.0
+        passed, self._at = max(0.0, now - self._at), max(self._at, now)
+        self._level = min(self._burst, self._level + passed * self._rate)
+        return 0.0 if self._level > 0 else -self._level / self._rate + 0.001
+
+    def take(self, amount: float) -> None:
+        """Take units, into debt if there are not as many."""
+        self._level -= amount if self._rate else 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is published to a remote; 0 stands for none."""
+
+    bytes_per_s: int = 0
+    bytes_per_day: int = 0
+    requests_per_s: int = 0
+
+
+class Bounds:
+    """Bounds of what is published."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        day = limits.bytes_per_day
+        self._per_s = Bucket(limits.bytes_per_s, limits.bytes_per_s, now)
+        self._requests = Bucket(limits.requests_per_s, limits.requests_per_s, now)
+        self._per_day = Bucket(day / 86400, day / 24, now)
+
+    def held_back(self, now: float) -> Throttled | None:
+        """Return the bound that allows no store now."""
+        if wait_s := max(self._per_s.wait_s(now), self._requests.wait_s(now)):
+            return Throttled(Refusal.RATE, wait_s)
+        if wait_s := self._per_day.wait_s(now):
+            return Throttled(Refusal.QUOTA, wait_s)
+        return None
+
+    def take(self, size: int, requests: int) -> None:
+        """Book a store."""
+        self._per_s.take(size)
+        self._requests.take(requests)
+        self._per_day.take(size)
 
 
 class Breaker:
@@ -35,7 +94,6 @@ class Breaker:
         self._last: deque[tuple[float, bool]] = deque(maxlen=WINDOW)
         self._pause_s = PAUSE_MIN_S
         self._probe_at = 0.0
-        self._opened_at = 0.0
         self.is_open = False
         self.probing = False
         """Whether a probe is under way."""
@@ -49,30 +107,21 @@ class Breaker:
         if not self.is_open:
             self._last.append((now, True))
 
-    def failed(self, now: float) -> bool:
-        """Count a request that failed; return whether the breaker opened."""
+    def failed(self, now: float) -> None:
+        """Count a request that failed."""
         if self.is_open:
-            return False
+            return
         self._last.append((now, False))
         while self._last and self._last[0][0] < now - MEMORY_S:
             self._last.popleft()
         outcomes = [good for _, good in self._last]
         row = next((i for i, good in enumerate(reversed(outcomes)) if good), len(outcomes))
         half = len(outcomes) == WINDOW and 2 * outcomes.count(False) >= WINDOW
-        if row < FAILURES_IN_A_ROW and not half:
-            return False
-        self.open(now)
-        return True
-
-    def open(self, now: float) -> None:
-        """Open, whatever was counted: the first probe is due after ``PAUSE_MIN_S``."""
-        if self.is_open:
-            return
-        self.is_open, self.probing = True, False
-        self.openings += 1
-        self._opened_at = now
-        self._pause_s = PAUSE_MIN_S
-        self._probe_at = now + self._jittered()
+        if row >= FAILURES_IN_A_ROW or half:
+            self.is_open, self.probing = True, False
+            self.openings += 1
+            self._pause_s = PAUSE_MIN_S
+            self._probe_at = now + self._jittered()
 
     def probe_due(self, now: float) -> bool:
         """Whether a probe should be sent; the caller then calls ``probe_began``."""
@@ -91,10 +140,6 @@ class Breaker:
             return
         self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
         self._probe_at = now + self._jittered()
-
-    def open_s(self, now: float) -> float:
-        """Return the seconds since it opened; 0 while it is closed."""
-        return now - self._opened_at if self.is_open else 0.0
 
     def _jittered(self) -> float:
         """Return the pause less up to ``_JITTER`` of it: ``PAUSE_MAX_S`` is never exceeded."""

@@ -1,4 +1,4 @@
-"""A gateway's listening sockets: ports that are taken, for a moment or for good."""
+"""A gateway's listening socket: ports that are taken, for a moment or for good."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.transports.tcp import Dialer
 from kvhearth.url import RemoteUrl, parse_url
 from kvhearth.wire.remote import Purpose
-from kvhearth_server.gateway import listeners
-from kvhearth_server.gateway.listeners import listen
+from kvhearth_server.gateway import process
+from kvhearth_server.gateway.process import listen
 
 HOST = "127.0.0.1"
 
@@ -29,7 +29,7 @@ def test_a_port_that_a_dying_gateway_holds_is_waited_for() -> None:
 
 
 def test_a_port_that_stays_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "_TAKEN_S", 0.1)
+    monkeypatch.setattr(process, "_TAKEN_S", 0.1)
     with listen(HOST, 0) as before, pytest.raises(KVHearthError, match="give a free port") as info:
         listen(HOST, before.getsockname()[1])
     assert info.value.reason is Reason.SOCKET_UNUSABLE
