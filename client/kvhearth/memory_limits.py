@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,18 +73,45 @@ def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     ``root`` has /proc and /sys; it is ``/`` except in tests.
     """
     own, found = _own_groups(root), list[MemoryGroup]()
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        fields, _, rest = line.partition(" - ")
-        kind, _, options = rest.partition(" ")
-        if kind == "cgroup2":
+    for mount in mounts(root):
+        if mount.kind == "cgroup2":
             group, files = own.get("", "/"), _V2
-        elif kind == "cgroup" and "memory" in options.rpartition(" ")[2].split(","):
+        elif mount.kind == "cgroup" and "memory" in mount.options:
             group, files = own.get("memory", "/"), _V1
         else:
             continue
-        mounted, point = fields.split()[3:5]
-        top = root / point.lstrip("/")
-        found += [MemoryGroup(root, each, files) for each in _folders(top, mounted, group)]
+        top = root / mount.point.relative_to("/")
+        found += [MemoryGroup(root, each, files) for each in _folders(top, mount.shown, group)]
+    return found
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A mounted file system.
+
+    Attributes:
+        device: major and minor number, as ``0:32``.
+        shown: the directory of the file system that is mounted.
+        options: those of the mount and of the file system.
+    """
+
+    device: str
+    shown: str
+    point: Path
+    kind: str
+    options: frozenset[str]
+
+
+def mounts(root: Path = Path("/")) -> list[Mount]:
+    """Return all mounts, in the kernel's order; none where it does not tell."""
+    found = list[Mount]()
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        fields, _, rest = line.partition(" - ")
+        words, kind = fields.split(), rest.split()
+        if len(words) >= 6 and len(kind) >= 3:
+            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4])
+            options = frozenset((*words[5].split(","), *kind[2].split(",")))
+            found.append(Mount(words[2], words[3], Path(point), kind[0], options))
     return found
 
 

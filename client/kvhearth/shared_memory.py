@@ -104,7 +104,7 @@ class SharedMapping:
         address = -(-start // align_bytes) * align_bytes
         # If this fails, the reserved addresses stay: the kernel may have freed some of them, and
         # another thread may have mapped something there.
-        _map(address, size_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+        map_over(address, size_bytes, descriptor, access=access)
         self.address = address
         if address > start:
             _munmap(start, address - start)
@@ -129,8 +129,26 @@ class SharedMapping:
             munmap(self.address, self.size_bytes)
 
 
-def _map(at: int | None, size_bytes: int, access: int, flags: int, descriptor: int) -> int:
-    address = _mmap(at, size_bytes, access, flags, descriptor, 0)
+def map_over(
+    address: int,
+    size_bytes: int,
+    descriptor: int,
+    start: int = 0,
+    *,
+    access: int = mmap.PROT_READ | mmap.PROT_WRITE,
+) -> None:
+    """Replace whole pages of a mapping by those of a file from ``start`` on, shared.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _map(address, size_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, start)
+
+
+def _map(
+    at: int | None, size_bytes: int, access: int, flags: int, descriptor: int, start: int = 0
+) -> int:
+    address = _mmap(at, size_bytes, access, flags, descriptor, start)
     if address is None or address == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

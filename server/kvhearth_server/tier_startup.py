@@ -30,7 +30,6 @@ from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
 from kvhearth_server.tiers.remote.process import ProcessMover
 from kvhearth_server.tiers.remote.tier import RemoteTier
 from kvhearth_server.tiers.remote.url import parse_remote
-from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
 from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import (
@@ -40,8 +39,8 @@ from kvhearth_server.tiers.ssd.format import (
 )
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, other_version
-from kvhearth_server.tiers.ssd.tier import SsdTier
-from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll, SeenTwice
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
+from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 Probe = Callable[[str, int], ProbeResult]
 """Function that tries an interface for disk I/O at a queue depth."""
@@ -195,7 +194,7 @@ def _open_ssd(
         tier = SsdTier(
             tier_settings(settings),
             regions,
-            admission=admission(settings),
+            admission=SeenTwice() if settings.ssd_admission == "seen_twice" else None,
             environment=environment,
             offers=offers,
         )
@@ -208,12 +207,12 @@ def _open_ssd(
     _log.info(
         "ssd.opened",
         directories=[str(each) for each in settings.ssd_dirs],
-        interface=tier.parts.interface,
-        not_working={each.name: each.reason for each in tier.parts.probe_results if each.reason},
+        interface=tier.interface,
+        not_working={each.name: each.reason for each in tier.probe_results if each.reason},
         segment_files=tier.figures().files_found,
     )
-    for log_dir in tier.parts.log.log_dirs:
-        for message in log_dir.directory.repairs:
+    for directory in tier.log.directories:
+        for message in directory.repairs:
             _log.warning("ssd.directory_mended", what=message)
     return tier
 
@@ -237,11 +236,6 @@ def tier_settings(settings: Settings) -> SsdSettings:
         bytes_per_day=settings.ssd_bytes_per_day,
         quotas=settings.ssd_quotas(),
     )
-
-
-def admission(settings: Settings) -> Admission:
-    """Return the rule that decides which blocks are worth a write."""
-    return SeenTwice() if settings.ssd_admission == "seen_twice" else AdmitAll()
 
 
 async def follow_recovery(tier: SsdTier) -> None:

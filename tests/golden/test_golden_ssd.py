@@ -16,11 +16,12 @@ from kvhearth_server.tiers.ssd.format import (
     RECORD_DTYPE,
     DirectoryHead,
     Doubt,
+    Footer,
     crc_good,
     doubts_of,
-    footer_count,
+    footer_lines,
+    footer_of,
     parse_directory_page,
-    parse_footer,
     parse_segment_page,
 )
 
@@ -56,8 +57,10 @@ def test_what_was_written_is_read() -> None:
     assert crc_good(record[0])
     assert doubts_of(record, HEAD, HEAD.segment_bytes) == {}
     tail = np.concatenate([page("ssd_footer_lines"), page("ssd_footer_page")])
-    assert footer_count(tail[-PAGE_BYTES:], HEAD) == (2, 35)
-    lines = parse_footer(tail, 2)
+    footer = footer_of(tail[-PAGE_BYTES:], HEAD)
+    assert isinstance(footer, Footer)
+    assert (footer.count, footer.end) == (2, 35)
+    lines = footer_lines(tail, footer)
     assert lines is not None
     assert lines.tobytes() == MADE.records().tobytes()
 
@@ -73,7 +76,7 @@ def test_any_flipped_bit_of_a_head_is_seen(name: str) -> None:
         elif name == "ssd_segment":
             assert isinstance(parse_segment_page(bad), Doubt)
         else:
-            answer = footer_count(bad, HEAD)
+            answer = footer_of(bad, HEAD)
             assert answer is None or isinstance(answer, Doubt)
 
 

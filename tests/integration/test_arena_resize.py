@@ -327,13 +327,13 @@ def test_an_arena_is_discarded_only_if_that_is_asked_for(change: dict[str, objec
 
 
 def test_an_arena_of_another_version_is_refused() -> None:
-    from kvhearth_server.memory.durable_file import DurableBlob
+    from kvhearth_server.memory.durable_file import DurableBlob, peek
 
     with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         stored(engine, named(A_SLAB))
         daemon.kill()
         assert daemon.arena_dir is not None
         blob = DurableBlob(daemon.arena_dir / "catalogue", 1 << 20)
-        blob.write((blob.read() or b"").replace(b'"journal_version":2', b'"journal_version":9'))
+        blob.write((peek(blob.path) or b"").replace(b'"journal_version":2', b'"journal_version":9'))
         blob.close()
         assert "--discard-arena" in refused(daemon)

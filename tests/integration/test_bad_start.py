@@ -189,13 +189,13 @@ BAD_ENTRIES = {
 @pytest.mark.parametrize("name", BAD_ENTRIES)
 def test_a_catalogue_that_lies_is_named(name: str) -> None:
     """Well-formed, but not content that we write: a failed start is better than a wrong one."""
-    from kvhearth_server.memory.durable_file import DurableBlob
+    from kvhearth_server.memory.durable_file import DurableBlob, peek
 
     with running_daemon(arena=True) as daemon:
         end_well(daemon)
         assert daemon.arena_dir is not None
         blob = DurableBlob(daemon.arena_dir / "catalogue", 1 << 20)
-        content = json.loads(blob.read() or b"")
+        content = json.loads(peek(blob.path) or b"")
         content["namespaces"] = [BAD_ENTRIES[name]]
         blob.write(json.dumps(content).encode())
         blob.close()

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from support.tiers import SEGMENT_BYTES, Arena, Desk
 from support.tiers import settings as tier_settings
 
-from kvhearth_server.tiers.ssd.assembly import Environment
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 from kvhearth_server.tiers.ssd.write_limits import DAY_S
 
 SEGMENTS_A_DAY = 240

@@ -15,10 +15,9 @@ from support.tiers import DEADLINE_S, Arena, Desk, family, keys_of, settings
 
 from kvhearth_lab.harness.faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Completion, Corrupt, Done, Throttled
-from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, open_queue, probe
 from kvhearth_server.tiers.ssd.disk.queues import Op
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 
 FAMILIES = [
     family(),

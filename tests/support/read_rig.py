@@ -15,11 +15,10 @@ import numpy as np
 
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import BlockSpec, Completion, Done
-from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
 from kvhearth_server.tiers.ssd.disk.queues import PIECES_MAX, DiskQueue, Op, Reaped, Request
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, RECORD_MAGIC
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 from support.tiers import (
     DEADLINE_S,
     PAGE,

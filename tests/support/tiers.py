@@ -27,11 +27,11 @@ from kvhearth_server.tiers.base import (
     Throttled,
     Tier,
 )
-from kvhearth_server.tiers.ssd.assembly import Environment
+from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_DTYPE
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings, segment_cost_bytes
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 
 DEADLINE_S = 20.0
 NAMESPACE = hashlib.sha256(b"tests").digest()
@@ -71,6 +71,11 @@ def settings(*folders: Path, segments: int = 8, **changes: Any) -> SsdSettings:
         folder.mkdir(exist_ok=True)
     places = tuple(SsdDirectorySpec(folder, capacity) for folder in folders)
     return SsdSettings(places, segment_bytes=size, **changes)
+
+
+def a_directory(place: SsdDirectorySpec, segment_bytes: int) -> Directory:
+    """Open a directory whose thread is never used, so that it signals nothing."""
+    return Directory(place, SsdSettings((place,), segment_bytes=segment_bytes), Files(), -1)
 
 
 class Clock:

@@ -10,10 +10,9 @@ from support.tiers import SEGMENT_BYTES, Arena, Clock, settings
 
 from kvhearth_server.engine.tiering.manager import DegradedLog
 from kvhearth_server.tiers.base import Kind
-from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import WORDS, DirectoryHealth
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 
 IO = Kind("/a", "io", "writes")
 
@@ -73,11 +72,10 @@ def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
     tier = SsdTier(both, [Arena().bytes], environment=Environment(clock=Clock()))
     unusable = Kind(str(bad.path), "unusable")
     assert [*tier.problems()] == [unusable]
-    parts = tier.parts
-    parts.log.log_dirs[0].directory.health.read_failed("io")
-    parts.executor.broken = errno.errorcode[errno.EIO]
+    tier.log.directories[0].health.read_failed("io")
+    tier.executor.broken = errno.errorcode[errno.EIO]
     kinds = [*tier.problems()]
     assert kinds == [unusable, Kind(str(tmp_path / "good"), "io", "reads"), Kind("", "interface")]
     assert tier.health().reasons == tuple(tier.problems().values())
-    parts.executor.broken = ""
+    tier.executor.broken = ""
     tier.close()

@@ -14,7 +14,7 @@ from kvhearth_server.memory.journal import STATE_WORDS, Journal, identity_check,
 @pytest.mark.parametrize("state", [State.COMMITTED, State.SUMMED])
 def test_one_header_is_written_as_many_are(state: State) -> None:
     written = []
-    for way in (Journal.bind, Journal._bind_many):
+    for one_by_one in (True, False):
         geometry = Geometry.of([("t", 1 << 16)], 1 << 16, 4096)
         table = SlotTable(geometry, np.arange(16, dtype=np.uint32))
         table.checksum.view(np.uint8)[:] = np.arange(256)
@@ -25,9 +25,12 @@ def test_one_header_is_written_as_many_are(state: State) -> None:
         for slot, parent, named in ((9, -1, b"k" * 17), (5, 9, b"l" * 64)):
             numbers = np.array([[slot]]), np.array([slot * 1000]), np.array([parent])
             bind = Bind(*numbers, 4096, [named], 3, 2, 9, state)
-            way(journal, bind)
             one = BindOne(slot, slot, slot * 1000, parent, 4096, named, 3, 2, 9, state)
             assert repr(one.whole()) == repr(bind)
+            if one_by_one:
+                journal.bind_one(one)
+            else:
+                journal.bind(bind)
         written.append(file.view.tobytes())
     assert written[0] == written[1]
     header = journal.headers[5]

@@ -22,8 +22,7 @@ from kvhearth_server.memory.mapping import (
     HugepagePolicy,
     KernelMemory,
     PageKind,
-    address_of,
-    map_shared,
+    map_file,
 )
 from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
@@ -396,8 +395,8 @@ def test_a_disk_is_no_place_for_an_arena() -> None:
 def test_a_core_dump_leaves_the_arena_out() -> None:
     descriptor = os.memfd_create("kvh-dump")
     os.ftruncate(descriptor, 1 << 20)
-    mapping = map_shared(descriptor, 1 << 20)
-    start = f"{address_of(mapping):x}-"
+    mapping = map_file(descriptor, 1 << 20)
+    start = f"{mapping.address:x}-"
     after = Path("/proc/self/smaps").read_text().partition(f"\n{start}")[2]
     flags = re.search(r"^VmFlags: (.*)$", after, re.MULTILINE)
     assert flags is not None

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from support.tiers import a_directory
 
-from kvhearth_server.tiers.ssd.directory import Directory
+from kvhearth_server.tiers.ssd.directory import TenantLog
 from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, Job
 from kvhearth_server.tiers.ssd.disk.queues import Op, make_event, reset_event, signal_event
-from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.log import FileWorker, LogDirectory, TenantLog
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec
 
 _WAIT_S = 20.0
@@ -29,7 +28,7 @@ def _job(op: Op, contents: list[bytes], wrong: set[int]) -> Job:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_every_job_is_verified_once_and_wrong_bytes_are_named(threads: int) -> None:
     reported: list[Job] = []
-    checksum_pool = ChecksumPool(reported.append, threads, "test")
+    checksum_pool = ChecksumPool(reported.append, threads)
     jobs = []
     for number in range(300):
         op = Op.READ if number % 3 == 0 else Op.WRITE
@@ -56,7 +55,7 @@ def test_reads_are_verified_before_writes_that_wait() -> None:
         busy.release()
         go.wait(_WAIT_S)
 
-    checksum_pool = ChecksumPool(then, 2, "test")
+    checksum_pool = ChecksumPool(then, 2)
     first = [_job(Op.WRITE, [b"x"], set()) for _ in range(16)]
     checksum_pool.check(first)  # more than one thread may take: both are busy now
     assert busy.acquire(timeout=_WAIT_S)
@@ -84,10 +83,8 @@ def test_an_event_is_readable_until_it_is_reset_and_a_bad_one_is_told() -> None:
 def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
     tmp_path: Path, files: int, most: int
 ) -> None:
-    directory = Directory(SsdDirectorySpec(tmp_path, 1 << 30), 1 << 20, Files())
-    event = make_event()
-    file_worker = FileWorker(directory, event)
-    log = TenantLog("", LogDirectory(directory, file_worker, files), files, 0.25)
+    directory = a_directory(SsdDirectorySpec(tmp_path, 1 << 30), 1 << 20)
+    log = TenantLog("", directory, files, 0.25)
     assert log.ready_wanted(0.0) == 1
     for _ in range(6):
         log.closed(1.0)
@@ -95,5 +92,4 @@ def test_more_segments_are_ready_while_places_are_ahead_of_the_drive(
     log.sealing = 0
     assert log.ready_wanted(2.0) == most  # the next burst resembles the last one
     assert log.ready_wanted(60.0) == 1
-    assert file_worker.stop(_WAIT_S)
     directory.close()

@@ -22,12 +22,12 @@ from support.tiers import (
     SEGMENT_BYTES,
     Desk,
     Opened,
+    a_directory,
     segment_files,
 )
 
 from kvhearth.model import U8
 from kvhearth_server.tiers.base import Corrupt, DirectoryError, Done
-from kvhearth_server.tiers.ssd.directory import Directory
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     DIRECTORY_DTYPE,
@@ -72,7 +72,7 @@ def reasons(desk: Desk) -> str:
 
 def repairs(desk: Desk) -> list[str]:
     """Repairs made when the directory was opened."""
-    return desk.tier.parts.log.log_dirs[0].directory.repairs  # type: ignore[attr-defined]
+    return desk.tier.log.directories[0].repairs  # type: ignore[attr-defined]
 
 
 def dropped(desk: Desk) -> dict[str, int]:
@@ -251,7 +251,7 @@ def test_files_that_were_never_used_are_not_read_through(
     tmp_path: Path, written: bool, most: int
 ) -> None:
     size = 4 * SCAN_BYTES
-    directory = Directory(SsdDirectorySpec(tmp_path, 20 * size), size, Files())
+    directory = a_directory(SsdDirectorySpec(tmp_path, 20 * size), size)
     made = directory.create_segment(1, prewrite=written, flush=False)
     directory.close_segment(made)
     (segment,) = directory.list_segments()
@@ -356,7 +356,7 @@ def test_a_drive_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
     # Long enough for the other one on a busy machine: all of it is waited for.
     with Opened(one, two, files=files, open_s=3.0) as desk:
         assert f"{two} did not answer in 3 s" in reasons(desk)
-        assert len(desk.tier.parts.failed_places) == 1  # type: ignore[attr-defined]
+        assert len(desk.tier.failed_places) == 1  # type: ignore[attr-defined]
         assert desk.tier.loads_of_the_dead
         desk.store_all(range(10))
         assert len(desk.load(range(10)).rows(Done)) == 10

@@ -22,6 +22,7 @@ from support.tiers import (
     Clock,
     Desk,
     NoDirect,
+    a_directory,
     family,
     key_of,
     settings,
@@ -38,14 +39,13 @@ from kvhearth_server.tiers.base import (
     StoreBatch,
     Throttled,
 )
-from kvhearth_server.tiers.ssd.assembly import Environment
-from kvhearth_server.tiers.ssd.directory import Directory, DirectoryHealth
+from kvhearth_server.tiers.ssd.directory import DirectoryHealth
 from kvhearth_server.tiers.ssd.disk.executor import Job
 from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
 from kvhearth_server.tiers.ssd.disk.queues import Op, Request
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec
-from kvhearth_server.tiers.ssd.tier import SsdTier, Watch
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier, Watch
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 STUCK_S = 600.0
@@ -183,7 +183,7 @@ def test_a_request_that_waited_long_for_its_turn_is_not_stuck() -> None:
 
     health, directory = Drive.health, Drive()
     log: Any = SimpleNamespace(
-        log_dirs=[SimpleNamespace(directory=directory)],
+        directories=[directory],
         segments={1: SimpleNamespace(fd=3, directory=directory)},
     )
     job = Job(Op.WRITE, 3, 0, (), 0, (), lambda _: None, queued_at=1.0, begun_at=8.0)
@@ -367,7 +367,7 @@ def test_a_segment_that_somebody_still_locks_is_waited_for(tmp_path: Path) -> No
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="give a directory that exists"):
-        Directory(SsdDirectorySpec(tmp_path / "nowhere", 1 << 30), SEGMENT_BYTES, Files())
+        a_directory(SsdDirectorySpec(tmp_path / "nowhere", 1 << 30), SEGMENT_BYTES)
 
 
 def test_a_lowered_capacity_is_kept_to(tmp_path: Path) -> None:

@@ -125,14 +125,14 @@ def test_headers_that_nobody_wants_have_pages_of_their_own(rig: ReadRig) -> None
 
 def test_without_pages_for_headers_records_are_read_alone(rig: ReadRig) -> None:
     rig.drive.shut = True
-    transfers = rig.tier.parts.transfers
-    spare = transfers._unread.lend(transfers._unread.free - 5)
+    transfers = rig.tier.transfers
+    spare = transfers.unread.lend(transfers.unread.free - 5)
     ticket = rig.begin(range(COUNT))
-    assert transfers._unread.free == 0
+    assert transfers.unread.free == 0
     rig.drive.release()
     assert len(rig.desk.wait(ticket).rows(Done)) == COUNT
     assert sorted(len(each.pieces) for each in rig.drive.reads) == [1] * (COUNT - 6) + [11]
-    transfers._unread.give(spare)
+    transfers.unread.give(spare)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_lower_quota_takes_the_coldest_blocks(tmp_path: Path) -> None:
     desk = opened(tmp_path / "one", {"a": 0.875, "b": 0.125})
     desk.store_all(range(FLOOD), of("a"))
     used, quota = use(desk, "b")
-    assert used <= quota == 8 * desk.tier.parts.log.log_dirs[0].directory.segment_bytes  # type: ignore[attr-defined]
+    assert used <= quota == 8 * desk.tier.log.directories[0].segment_bytes  # type: ignore[attr-defined]
     assert present(desk, "b", range(OURS - 45, OURS)) == 45
     assert present(desk, "b", range(45)) == 0
     close(desk)

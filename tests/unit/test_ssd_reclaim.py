@@ -22,10 +22,9 @@ from support.tiers import (
 from kvhearth_lab.harness.faults import Faults, FaultyQueue
 from kvhearth_server.tiers.base import Completion, Done
 from kvhearth_server.tiers.ssd import reclaimer as reclaim
-from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.probe import choose, open_queue
 from kvhearth_server.tiers.ssd.disk.queues import Op
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 
 FEW = 3
 

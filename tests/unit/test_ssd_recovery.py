@@ -19,6 +19,7 @@ from support.tiers import (
     PAGE,
     SEGMENT_BYTES,
     Opened,
+    a_directory,
     family,
     key_of,
     segment_files,
@@ -26,7 +27,7 @@ from support.tiers import (
 )
 
 from kvhearth_server.tiers.base import BlockSpec, Done, Missing, Throttled
-from kvhearth_server.tiers.ssd.directory import Directory, Segment
+from kvhearth_server.tiers.ssd.directory import Segment
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, Doubt, seal
 from kvhearth_server.tiers.ssd.recovery import restore as recovery
@@ -80,7 +81,7 @@ class Bench:
     """Reads one segment file of a directory repeatedly, as recovery does."""
 
     def __init__(self, folder: Path) -> None:
-        self.directory = Directory(settings(folder).places[0], SEGMENT_BYTES, Files())
+        self.directory = a_directory(settings(folder).places[0], SEGMENT_BYTES)
         self.segments = {s.path: s for s in self.directory.list_segments()}
         self._memory = mmap.mmap(-1, 8 << 20)
 
@@ -143,7 +144,7 @@ def test_a_flipped_bit_anywhere_in_a_record_drops_that_record(copy: Path, bench:
 
 def test_a_flipped_bit_anywhere_in_a_footer_costs_nothing(copy: Path, bench: Bench) -> None:
     path, _ = files(copy)
-    assert bench.read(path).sealed
+    assert not bench.read(path).resume
     used = [*range(0, 64, 3), *range(-PAGE, -PAGE + 15 * RECORD_BYTES, 101)]
     for at in used:
         place = SEGMENT_BYTES + at - (0 if at < 0 else PAGE)
@@ -151,7 +152,7 @@ def test_a_flipped_bit_anywhere_in_a_footer_costs_nothing(copy: Path, bench: Ben
             place -= PAGE
         flip(path, place, at % 8)
         found = bench.read(path)
-        assert not found.sealed, at
+        assert found.resume, at
         assert numbers(found) == list(range(15)), at
         flip(path, place, at % 8)
 
@@ -332,7 +333,7 @@ def test_blocks_are_served_and_stored_while_the_log_is_read_back(copy: Path, foo
     opened = Opened(copy, files=gate)
     desk, tier = opened.desk, opened.tier
     try:
-        until(lambda: desk.pump(0.01) or len(tier.parts.index.namespaces()), "some is read back")
+        until(lambda: desk.pump(0.01) or len(tier.index), "some is read back")
         assert len(desk.load(range(15, 20)).rows(Done)) == 5
         assert len(desk.load(range(15)).rows(Missing)) == 15
         desk.store_all([3, 20, 21])

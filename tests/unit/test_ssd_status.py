@@ -16,7 +16,6 @@ from support.tiers import LENGTH, SEGMENT_BYTES, Arena, Desk, NoDirect, family, 
 from kvhearth_server.tiers.base import Done, Throttled
 from kvhearth_server.tiers.figures import DirectoryFigures
 from kvhearth_server.tiers.ssd import files
-from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.settings import (
@@ -25,7 +24,7 @@ from kvhearth_server.tiers.ssd.settings import (
     directory_overhead_bytes,
     segment_cost_bytes,
 )
-from kvhearth_server.tiers.ssd.tier import SsdTier
+from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 
@@ -175,7 +174,7 @@ def test_a_load_that_is_no_use_leaves_blocks_as_cold_as_they_were(desk: Desk) ->
         quiet = type(batch)(of, batch.keys, batch.places, is_use=is_use)
         ticket = desk.tier.submit_load(quiet)
         assert desk.wait(ticket).rows(Done).tolist() == [0]
-    index = desk.tier.parts.index  # type: ignore[attr-defined]
+    index = desk.tier.index  # type: ignore[attr-defined]
     entries = index.find(of.namespace, of.group, desk.load_batch(range(2), of).keys)
     assert index.heads(np.asarray(entries))["hits"].tolist() == [1, 0]
 
@@ -211,7 +210,7 @@ def test_findings_have_a_word(tmp_path: Path, files: Files, words: list[str]) ->
 
 @pytest.mark.parametrize("reason", ["io", "no_space", "read_only", "short", "what is this"])
 def test_words_are_few(desk: Desk, reason: str) -> None:
-    health = desk.tier.parts.log.log_dirs[0].directory.health  # type: ignore[attr-defined]
+    health = desk.tier.log.directories[0].health  # type: ignore[attr-defined]
     health.write_failed(reason, now=0.0)
     health.read_failed(reason)
     found = health.findings(0.0)

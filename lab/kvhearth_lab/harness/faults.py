@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
-from kvhearth_server.tiers.ssd.assembly import Environment
 from kvhearth_server.tiers.ssd.disk.queues import DiskQueue, Op, Reaped, Request, signal_event
 from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.tiers.ssd.tier import Environment
 
 _FIELDS = struct.Struct("<dd")
 

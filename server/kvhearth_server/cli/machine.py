@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth import native
+from kvhearth.memory_limits import Mount, mounts
 from kvhearth.shared_memory import MADV_POPULATE_WRITE, advise
 from kvhearth_server.config.model import HUGEPAGE_BYTES
 from kvhearth_server.memory.mapping import HugePool, KernelMemory, address_of
@@ -75,15 +76,6 @@ class Gpus:
     def branch(self) -> int:
         """First number of the driver's version, such as 580; 0 for none."""
         return int(self.driver.partition(".")[0] or 0)
-
-
-@dataclass(frozen=True)
-class Mount:
-    """Mount point of a file system, its kind, and the options of mount and file system."""
-
-    point: Path
-    kind: str
-    options: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -208,15 +200,7 @@ class Machine:
 
     def mounts(self) -> list[Mount]:
         """Return all mounted file systems, in the kernel's order; none where it does not tell."""
-        found = list[Mount]()
-        for line in self._text("proc/self/mountinfo").splitlines():
-            fields, _, rest = line.partition(" - ")
-            words, kind = fields.split(), rest.split()
-            if len(words) >= 6 and len(kind) >= 3:
-                point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4])
-                options = frozenset((*words[5].split(","), *kind[2].split(",")))
-                found.append(Mount(Path(point), kind[0], options))
-        return found
+        return mounts(self._root)
 
     def space(self, existing: Path, folder: Path) -> tuple[int, int]:
         """Return the bytes that are free for this user on the file system of ``existing``, and the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import mmap
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
 from kvhearth.model import I64, U32, Records
+from kvhearth.shared_memory import map_over
 from kvhearth_server.core.slot_table import Geometry, SlotTable, State
 from kvhearth_server.memory.descriptor_store import DescriptorStore, descriptor_store
 from kvhearth_server.memory.durable_file import (
@@ -40,8 +40,10 @@ from kvhearth_server.memory.journal import (
 from kvhearth_server.memory.mapping import (
     HugepagePolicy,
     KernelMemory,
+    address_of,
     filesystem_kind,
-    map_over,
+    make_memfd,
+    seal,
 )
 from kvhearth_server.memory.numa import KernelTopology, Placement, Topology
 from kvhearth_server.memory.plan import (
@@ -56,10 +58,11 @@ from kvhearth_server.memory.plan import (
     describe,
     kept_name,
     room_of,
+    segment_numbers,
     segment_path,
 )
 from kvhearth_server.memory.populator import Populator
-from kvhearth_server.memory.segments import Segment, create_segment, open_memfd, open_segment
+from kvhearth_server.memory.segments import Segment, create_segment, open_segment
 
 _FREE = STATE_WORDS[State.FREE]
 _FULLNESS = 8
@@ -126,7 +129,7 @@ def resize(
         fresh = _new_journal(folder, new)
         words, headers = tables(journal.view, old)
         moves = _moves(words, headers, old, new)
-        _evict(words, headers, old, moves.evicted)
+        _free(words, headers, old, moves.evicted)
         hit("resize.evicted")
         for slab, place in zip(moves.kept.tolist(), moves.places.tolist(), strict=True):
             if slab != place:
@@ -227,10 +230,10 @@ def _latest(headers: Records, slabs: I64, geometry: Geometry) -> npt.NDArray[np.
     return np.asarray(total / np.maximum(np.bincount(where, minlength=geometry.slab_count), 1))
 
 
-def _evict(words: npt.NDArray[np.uint64], headers: Records, old: Geometry, slabs: I64) -> None:
-    """Empty slabs in the old journal; after a crash, bytes copied there are not believed."""
+def _free(words: npt.NDArray[np.uint64], headers: Records, made: Geometry, slabs: I64) -> None:
+    """Free slabs in a journal; after a crash, bytes that are copied there are not believed."""
     for slab in slabs.tolist():
-        headers["state"][slab * old.stride : (slab + 1) * old.stride] = _FREE
+        headers["state"][slab * made.stride : (slab + 1) * made.stride] = _FREE
         words[slab] = 0
 
 
@@ -273,11 +276,6 @@ def _encoded(catalogue: dict[str, Any]) -> bytes:
     return json.dumps(catalogue, separators=(",", ":")).encode()
 
 
-ADD_SEALS = 1033
-_SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE, _SEAL_SEAL = 0x2, 0x4, 0x10, 0x1
-SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE | _SEAL_SEAL
-
-
 class Generations:
     """The daemon's writable mapping of all slots' generations. The clients of a segment get a memfd
     of its own generations only; a seal prevents any other writable mapping.
@@ -298,12 +296,11 @@ class Generations:
         self._fds: list[int] = []
         with contextlib.ExitStack() as undo:
             for start, end in itertools.pairwise([*starts, size]):
-                fd = os.memfd_create("kvhearth-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                fd = make_memfd("kvhearth-generations", size)
                 undo.callback(os.close, fd)
-                os.ftruncate(fd, size)
                 if end > start:
-                    map_over(self._map, start, end - start, fd)
-                fcntl.fcntl(fd, ADD_SEALS, SEALS)
+                    map_over(address_of(self._map) + start, end - start, fd, start)
+                seal(fd, read_only=True)
                 self._fds.append(fd)
             undo.pop_all()
         self.array: U32 = np.frombuffer(self._map, np.uint32, self.count)
@@ -442,7 +439,8 @@ def open_arena(plan: ArenaPlan, topology: Topology | None = None) -> Arena:
         if plan.folder is not None and os.path.isdir(plan.folder):
             lock_fd = lock_directory(plan.folder)
             undo.callback(os.close, lock_fd)
-            _remove_unfinished(plan.folder)
+            for unfinished in plan.folder.glob("*.new"):  # left by a killed daemon
+                unfinished.unlink(missing_ok=True)
         found = check_room(plan, KernelMemory())
         if plan.folder is not None and lock_fd < 0:
             lock_fd = _make_folder(plan.folder)
@@ -450,9 +448,9 @@ def open_arena(plan: ArenaPlan, topology: Topology | None = None) -> Arena:
         generations = _generations(plan)
         undo.callback(generations.close)
         place = Placement(topology, plan.geometry.slab_bytes)
-        memory = _Memory(plan, plan.folder, place, _store(plan))
+        memory = _Memory(plan, place, _store(plan))
         if plan.folder is None:
-            segments = memory.open(_numbers(plan))
+            segments = memory.open(segment_numbers(plan.geometry))
             populator = memory.populator(segments, None)
             arena = Arena(plan, segments, generations, populator, notes=_notes(segments))
         else:
@@ -514,16 +512,6 @@ def _open_folder(
         return arena
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove files that a killed daemon left unfinished."""
-    for path in folder.glob("*.new"):
-        path.unlink(missing_ok=True)
-
-
-def _numbers(plan: ArenaPlan) -> range:
-    return range(len(plan.geometry.segments))
-
-
 def _store(plan: ArenaPlan) -> DescriptorStore | None:
     """The store of the segments' memory, if the plan wants it.
 
@@ -547,10 +535,7 @@ def _free_slots(journal: Segment, geometry: Geometry, lost: Collection[int]) -> 
         first = geometry.segments[index].first_slab
         own = words[first : first + geometry.segments[index].slabs]
         # Rows of slabs that were never assigned may have no pages.
-        for slab in np.flatnonzero(own).tolist():
-            start = (first + slab) * geometry.stride
-            headers["state"][start : start + geometry.stride] = 0
-        own[:] = 0
+        _free(words, headers, geometry, first + np.flatnonzero(own))
     hit("arena.slots_freed")
 
 
@@ -562,11 +547,11 @@ def _cold(
     Old files are unlinked first: an engine that still maps one continues to write to memory that is
     never read.
     """
-    blob.write(json.dumps({"format": CATALOGUE_FORMAT, "geometry": None}).encode())
+    blob.write(_encoded({"format": CATALOGUE_FORMAT, "geometry": None}))
     for path in [*folder.glob("segment-*"), journal_path(folder), folder / RESIZED_NAME]:
         path.unlink(missing_ok=True)
     memory.forget()
-    segments = memory.open(_numbers(plan))
+    segments = memory.open(segment_numbers(plan.geometry))
     size = room_of(plan.geometry, filesystem_kind(folder)).journal
     path = journal_path(folder)
     return segments, create_segment(size, HugepagePolicy.PREFER, path=path, populated=False)
@@ -579,13 +564,12 @@ def _close_all(descriptors: dict[str, int]) -> None:
 
 @dataclass
 class _Memory:
-    """The places of a plan's segments: files in ``folder``, or memfds in the descriptor store.
+    """The places of a plan's segments: files in its folder, or memfds in the descriptor store.
 
     Without a folder they are memfds that end with the daemon.
     """
 
     plan: ArenaPlan
-    folder: Path | None
     placement: Placement
     store: DescriptorStore | None = None
     kept: str = ""
@@ -619,7 +603,7 @@ class _Memory:
         segments: list[Segment] = []
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as unused:
             unused.callback(_close_all, taken)
-            for index in _numbers(self.plan):
+            for index in segment_numbers(self.plan.geometry):
                 name = kept_name(self.kept, index)
                 if index in fresh:
                     segment = self._make(index)
@@ -632,8 +616,8 @@ class _Memory:
 
     def _make(self, index: int) -> Segment:
         path = None
-        if self.folder is not None and self.store is None:
-            path = segment_path(self.folder, index)
+        if self.plan.folder is not None and self.store is None:
+            path = segment_path(self.plan.folder, index)
             path.unlink(missing_ok=True)
         elif self.store is not None:
             self.store.forget(kept_name(self.kept, index))
@@ -649,20 +633,11 @@ class _Memory:
         return segment
 
     def _adopt(self, index: int, descriptor: int) -> Segment:
-        size = self.plan.geometry.segment_bytes(index)
-        if self.store is not None:
-            return open_memfd(
-                descriptor,
-                self.plan.hugepages,
-                size_bytes=size,
-                populated=False,
-                placement=self.placement,
-            )
-        assert self.folder is not None, "memory without a place is never adopted"
+        assert self.plan.folder is not None, "memory without a place is never adopted"
         return open_segment(
-            segment_path(self.folder, index),
+            segment_path(self.plan.folder, index) if self.store is None else descriptor,
             self.plan.hugepages,
-            size_bytes=size,
+            size_bytes=self.plan.geometry.segment_bytes(index),
             populated=False,
             placement=self.placement,
         )

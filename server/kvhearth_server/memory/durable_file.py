@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import mmap
 import os
 import socket
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple
+
+import numpy as np
 
 from kvhearth import failpoints as faults
 from kvhearth.errors import KVHearthError, Reason
@@ -20,13 +21,12 @@ from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import (
     Filesystem,
     FilesystemKind,
-    address_of,
     closed_on_failure,
     filesystem_kind,
-    map_shared,
+    map_file,
     populate,
 )
-from kvhearth_server.ownership import check_own, read_own, sync_directory, unwritable
+from kvhearth_server.ownership import check_own, read_own, unwritable
 
 LOCK_FILE_NAME = "arena.lock"
 
@@ -117,11 +117,11 @@ HEADER_BYTES = 64
 
 
 class DurableBlob:
-    """One value of at most ``capacity_bytes`` in the file ``path``.
+    """One value of at most ``capacity_bytes`` in the file ``path``, which ``peek`` reads.
 
-    The file takes at least two pages, on hugetlbfs one huge page, whatever the capacity (with 1 GiB
-    pages: 1 GiB). A file made with a smaller capacity is replaced by a larger one that holds the
-    same value. Two processes must not open one file (see ``lock_directory``).
+    The file is memory (on hugetlbfs or tmpfs) and outlives the process, not the machine. It takes
+    at least one page, on hugetlbfs a huge one, whatever the capacity. Two processes must not open
+    one file (see ``lock_directory``).
 
     Raises:
         KVHearthError: ``HUGEPAGES_UNAVAILABLE`` or ``MEMORY_UNAVAILABLE`` if there is no room,
@@ -131,28 +131,17 @@ class DurableBlob:
     def __init__(self, path: Path, capacity_bytes: int) -> None:
         self.path = path
         self.capacity_bytes = capacity_bytes
-        self._descriptor = -1
+        self.fd = -1
         try:
             self._filesystem = filesystem_kind(path.parent)
-            self._descriptor = self._open()
-            self._mapping = self._map(self._descriptor)
+            self.fd = self._open()
+            self._view = self._map(self.fd)
         except OSError as error:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
+            self.close()
             raise self._refusal(error) from error
 
-    @property
-    def fd(self) -> int:
-        """Descriptor of the file."""
-        return self._descriptor
-
-    def read(self) -> bytes | None:
-        """The newest complete value; None if nothing was ever written (or nothing is complete)."""
-        newest = self._newest()
-        return None if newest is None else newest[2]
-
     def write(self, data: bytes) -> None:
-        """Replace the value; after a crash during the write, ``read`` gives the old or the new one.
+        """Replace the value; after a crash during the write, ``peek`` gives the old or the new one.
 
         Raises:
             KVHearthError: ``ARENA_UNUSABLE`` if ``data`` is larger than the capacity.
@@ -163,114 +152,59 @@ class DurableBlob:
                 f"{self.path} holds at most {self.capacity_bytes} bytes, not {len(data)}; "
                 "remove what is not needed any more, or open it with a larger capacity",
             )
-        sequence, half = self._next()
-        start = half * self._half_bytes
+        newest = _newest(self._view)
+        sequence, half = (newest.sequence + 1, 1 - newest.half) if newest else (1, 0)
+        start = half * (len(self._view) // 2)
         payload = start + HEADER_BYTES
-        self._mapping[start:payload] = bytes(HEADER_BYTES)
-        self._sync()
-        self._mapping[payload : payload + len(data)] = data
-        self._sync()
+        self._view[start:payload] = bytes(HEADER_BYTES)
+        self._view[payload : payload + len(data)] = data
         faults.hit("durable.payload_written")
-        self._mapping[start:payload] = _header(sequence, data)
-        self._sync()
+        self._view[start:payload] = _header(sequence, data)
         faults.hit("durable.header_written")
 
     def close(self) -> None:
         """Unmap and close the file; closing twice does nothing."""
-        if self._descriptor >= 0:
-            self._mapping.close()
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    @property
-    def _half_bytes(self) -> int:
-        return len(self._mapping) // 2
-
-    def _next(self) -> tuple[int, int]:
-        """Sequence and half of the next value. It looks without a copy, so that other threads run
-        during the checksums of a long one.
-        """
-        with memoryview(self._mapping) as view:
-            found = [
-                (value[0], half)
-                for half in (0, 1)
-                if (value := _parse(view, half * self._half_bytes, self._half_bytes))
-            ]
-            del value
-        sequence, half = max(found, default=(0, 1))
-        return sequence + 1, 1 - half
-
-    def _newest(self) -> tuple[int, int, bytes] | None:
-        """(sequence, half, value) of the newest complete half."""
-        found = [
-            (*value, half)
-            for half in (0, 1)
-            if (value := _parse(self._mapping, half * self._half_bytes, self._half_bytes))
-        ]
-        if not found:
-            return None
-        sequence, data, half = max(found, key=lambda value: value[0])
-        return sequence, half, data
+        self._view = memoryview(b"")
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def _open(self) -> int:
-        """Open the file, or make it; it appears under its name only when it is usable."""
+        """Open the file; make it if there is none, or none that is long enough."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            return self._make(None)
+            return self._make()
         with closed_on_failure(descriptor):
             check_own(descriptor, self.path)
-            if os.fstat(descriptor).st_size >= self._file_bytes():
+            if os.fstat(descriptor).st_size >= file_bytes(self.capacity_bytes, self._filesystem):
                 return descriptor
-            value = self._value_of(descriptor)
         os.close(descriptor)
-        return self._make(value)
+        return self._make()
 
-    def _make(self, value: bytes | None) -> int:
+    def _make(self) -> int:
+        """Make the file; it appears under its name only when it is usable."""
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.unlink(missing_ok=True)  # left by a daemon that was killed at this point
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(fresh, flags, 0o600)
         with closed_on_failure(descriptor) as undo:
             undo.callback(fresh.unlink, missing_ok=True)
-            os.ftruncate(descriptor, self._file_bytes())
-            with self._map(descriptor) as mapping:
-                if value is not None:
-                    mapping[: HEADER_BYTES + len(value)] = framed(1, value)
-                if self._on_disk:
-                    mapping.flush()
-                    os.fsync(descriptor)
+            os.ftruncate(descriptor, file_bytes(self.capacity_bytes, self._filesystem))
+            self._map(descriptor)
             fresh.rename(self.path)
-            if self._on_disk:
-                sync_directory(self.path.parent)
             return descriptor
 
-    def _map(self, descriptor: int) -> mmap.mmap:
+    def _map(self, descriptor: int) -> memoryview:
+        """Map the file with all of its pages: a missing one would be a SIGBUS."""
         size_bytes = os.fstat(descriptor).st_size
-        if self._filesystem.kind is not FilesystemKind.HUGETLBFS:
-            os.posix_fallocate(descriptor, 0, size_bytes)  # a hole on a full disk would be a SIGBUS
-            return map_shared(descriptor, size_bytes)
-        mapping = map_shared(descriptor, size_bytes)
-        populate(address_of(mapping), size_bytes, self._filesystem.page_bytes)
-        return mapping
-
-    def _value_of(self, descriptor: int) -> bytes | None:
-        if os.fstat(descriptor).st_size < 2 * HEADER_BYTES:
-            return None
-        with self._map(descriptor) as self._mapping:
-            return self.read()
-
-    def _file_bytes(self) -> int:
-        return file_bytes(self.capacity_bytes, self._filesystem)
-
-    @property
-    def _on_disk(self) -> bool:
-        return self._filesystem.kind is FilesystemKind.OTHER
-
-    def _sync(self) -> None:
-        if self._on_disk:
-            self._mapping.flush()
-            os.fsync(self._descriptor)
+        hugetlb = self._filesystem.kind is FilesystemKind.HUGETLBFS
+        if not hugetlb:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        mapping = map_file(descriptor, size_bytes)
+        if hugetlb:
+            populate(mapping.address, size_bytes, self._filesystem.page_bytes)
+        return np.asarray(mapping).data
 
     def _refusal(self, error: OSError) -> KVHearthError:
         what = f"cannot use {self.path} for {format_size(self.capacity_bytes)} ({error.strerror})"
@@ -286,13 +220,8 @@ class DurableBlob:
 
 
 def file_bytes(capacity_bytes: int, filesystem: Filesystem) -> int:
-    """Size of the file of a blob with this capacity."""
-    unit = max(filesystem.page_bytes, mmap.PAGESIZE)
-    # Halves of whole pages, so that a sync of one half never writes the other. A huge page holds
-    # both, because no sync is needed there.
-    if filesystem.kind is not FilesystemKind.HUGETLBFS:
-        unit *= 2
-    return -(-2 * (HEADER_BYTES + capacity_bytes) // unit) * unit
+    """Size of the file of a blob with this capacity: two halves, in whole pages together."""
+    return -(-2 * (HEADER_BYTES + capacity_bytes) // filesystem.page_bytes) * filesystem.page_bytes
 
 
 def peek(path: Path) -> bytes | None:
@@ -305,11 +234,8 @@ def peek(path: Path) -> bytes | None:
         data = read_own(path)
     except FileNotFoundError:
         return None
-    half = len(data) // 2
-    if half < HEADER_BYTES:
-        return None
-    found = [value for start in (0, half) if (value := _parse(data, start, half))]
-    return max(found, key=lambda value: value[0])[1] if found else None
+    found = _newest(memoryview(data))
+    return bytes(found.value) if found else None
 
 
 def framed(sequence: int, data: bytes) -> bytes:
@@ -319,7 +245,8 @@ def framed(sequence: int, data: bytes) -> bytes:
 
 def unframed(data: bytes) -> tuple[int, bytes] | None:
     """The sequence and the value of ``framed``; None if a bit of them is not as it was."""
-    return _parse(data, 0, len(data)) if len(data) >= HEADER_BYTES else None
+    found = _parse(memoryview(data), 0)
+    return (found.sequence, bytes(found.value)) if found else None
 
 
 def _header(sequence: int, data: bytes | memoryview) -> bytes:
@@ -328,23 +255,31 @@ def _header(sequence: int, data: bytes | memoryview) -> bytes:
     return (fields + _CRC.pack(crc)).ljust(HEADER_BYTES, b"\0")
 
 
-_Bytes_co = TypeVar("_Bytes_co", bytes, memoryview, covariant=True)
+class _Stored(NamedTuple):
+    """A complete value. It is no copy, so that other threads run during a long one's checksum."""
+
+    sequence: int
+    half: int
+    value: memoryview
 
 
-class _Sliced(Protocol[_Bytes_co]):
-    def __getitem__(self, part: slice, /) -> _Bytes_co: ...
+def _newest(view: memoryview) -> _Stored | None:
+    """The complete value with the greater sequence of a file's two halves."""
+    middle = len(view) // 2
+    found = [_parse(view[:middle], 0), _parse(view[middle:], 1)]
+    return max(filter(None, found), key=lambda each: each.sequence, default=None)
 
 
-def _parse(
-    mapping: _Sliced[_Bytes_co], start: int, half_bytes: int
-) -> tuple[int, _Bytes_co] | None:
-    """(sequence, value) of the half at ``start``, or None if it is not complete."""
-    header = mapping[start : start + HEADER_BYTES]
-    magic, version, _, sequence, length = _FIELDS.unpack_from(header)
-    if magic != _MAGIC or version != _VERSION or length > half_bytes - HEADER_BYTES:
+def _parse(data: memoryview, half: int) -> _Stored | None:
+    """The value behind a header; None if it is not complete."""
+    if len(data) < HEADER_BYTES:
         return None
-    data = mapping[start + HEADER_BYTES : start + HEADER_BYTES + length]
-    return (sequence, data) if header == _header(sequence, data) else None
+    magic, version, _, sequence, length = _FIELDS.unpack_from(data)
+    if magic != _MAGIC or version != _VERSION or length > len(data) - HEADER_BYTES:
+        return None
+    value = data[HEADER_BYTES : HEADER_BYTES + length]
+    good = data[:HEADER_BYTES] == _header(sequence, value)
+    return _Stored(sequence, half, value) if good else None
 
 
 def catalogue_text(head: Mapping[str, object], namespaces: Sequence[str]) -> bytes:

@@ -213,26 +213,6 @@ class Journal:
 
         The owner stays until the state changes: a crash in between leaves the slots reserved.
         """
-        if action.slots.size != 1:
-            self._bind_many(action)
-            return
-        (key,), slot = action.keys, int(action.slots[0, 0])
-        self.bind_one(
-            BindOne(
-                slot,
-                self._table.generation.item(slot),
-                int(action.sequences[0]),
-                int(action.parents[0]),
-                action.length,
-                key,
-                action.namespace,
-                action.group,
-                action.epoch,
-                action.state,
-            )
-        )
-
-    def _bind_many(self, action: Bind) -> None:
         slots = action.slots.reshape(-1)
         count, shards = action.slots.shape
         rows = np.zeros((count, shards), HEADER_DTYPE)
@@ -415,90 +395,58 @@ class _Specs:
 
 def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -> Adoption:
     """Collect everything that can be adopted from the journal; nothing is changed."""
-    found = Adoption()
-    specs = _Specs(namespaces, geometry)
-    held: dict[int, list[I64]] = defaultdict(list)
-    for slab, size in enumerate(journal.slab_sizes()):
-        if size > geometry.slab_bytes or size < 0 or size % geometry.slot_bytes_min:
-            _damaged_slab(found, held, journal, geometry, slab)
-        elif size:
-            found.slabs.append((slab, size))
-    capacity = sum(geometry.slab_bytes // size for _, size in found.slabs)
-    columns = _Columns(capacity, specs.key_bytes_max)
-    reader = _Reader(found, held, columns, specs, geometry)
-    for slots, sizes in _chunks(found.slabs, geometry):
-        span = slice(int(slots[0]), int(slots[-1]) + 1)
-        dense = span.stop - span.start == len(slots)
-        rows = journal.headers[span if dense else slots]
-        used = rows["state"] != STATE_WORDS[State.FREE]
-        if used.all():
-            reader.sort_out(rows, slots, sizes)
-        elif used.any():
-            reader.sort_out(rows[used], slots[used], sizes[used])
-    for number, parts in held.items():
-        found.held[number] = np.concatenate(parts)
-    found.orphaned_loads = found.held.pop(KERNEL, found.orphaned_loads)
-    found.slabs.extend((slab, geometry.slab_bytes) for slab in found.damaged)
-    _blocks(found, specs, columns)
-    return found
-
-
-def _damaged_slab(
-    found: Adoption,
-    held: dict[int, list[I64]],
-    journal: Journal,
-    geometry: Geometry,
-    slab: int,
-) -> None:
-    """Hold all of a damaged slab as one slot, and drop its old headers.
-
-    Its slot boundaries and possible writers are unknown. The headers are dropped because a later
-    run would believe them.
-    """
-    found.damaged.append(slab)
-    first = slab * geometry.stride
-    rows = np.arange(first + 1, first + geometry.stride, dtype=np.int64)
-    used = journal.headers["state"][rows] != STATE_WORDS[State.FREE]
-    _drop(found, DropCause.SLAB, rows[used])
-    held[0].append(np.array([first], np.int64))
-
-
-def _chunks(slabs: list[tuple[int, int]], geometry: Geometry) -> Iterator[tuple[I64, I64]]:
-    """Yield (slots, slot sizes) of all slots in assigned slabs, some ten thousand at a time."""
-    parts: list[I64] = []
-    sizes: list[I64] = []
-    rows = 0
-    for slab, size in slabs:
-        count = geometry.slab_bytes // size
-        parts.append(slab * geometry.stride + np.arange(count, dtype=np.int64))
-        sizes.append(np.full(count, size, np.int64))
-        rows += count
-        # A slab of many slots is a chunk of its own: its headers are used in place.
-        if rows >= _CHUNK_ROWS or count >= _DENSE_ROWS:
-            yield np.concatenate(parts), np.concatenate(sizes)
-            parts, sizes, rows = [], [], 0
-    if parts:
-        yield np.concatenate(parts), np.concatenate(sizes)
+    return _Reader(journal, geometry, namespaces).read()
 
 
 class _Reader:
-    """Sorts the used headers, one chunk after the other."""
+    """Sorts the used headers, one chunk after the other, and joins the good ones to blocks."""
 
-    def __init__(
-        self,
-        found: Adoption,
-        held: dict[int, list[I64]],
-        columns: _Columns,
-        specs: _Specs,
-        geometry: Geometry,
-    ) -> None:
-        self._found = found
-        self._held = held
-        self._columns = columns
-        self._specs = specs
-        self._geometry = geometry
+    def __init__(self, journal: Journal, geometry: Geometry, namespaces: Namespaces) -> None:
+        self._journal, self._geometry = journal, geometry
+        self._found = Adoption()
+        self._specs = _Specs(namespaces, geometry)
+        self._held: dict[int, list[I64]] = defaultdict(list)
+        for slab, size in enumerate(journal.slab_sizes()):
+            if size > geometry.slab_bytes or size < 0 or size % geometry.slot_bytes_min:
+                self._hold_damaged(slab)
+            elif size:
+                self._found.slabs.append((slab, size))
+        capacity = sum(geometry.slab_bytes // size for _, size in self._found.slabs)
+        self._columns = _Columns(capacity, self._specs.key_bytes_max)
 
-    def sort_out(self, rows: Records, slots: I64, sizes: I64) -> None:
+    def read(self) -> Adoption:
+        """Return all that can be adopted."""
+        found = self._found
+        for slots, sizes in _chunks(found.slabs, self._geometry):
+            span = slice(int(slots[0]), int(slots[-1]) + 1)
+            dense = span.stop - span.start == len(slots)
+            rows = self._journal.headers[span if dense else slots]
+            used = rows["state"] != STATE_WORDS[State.FREE]
+            if used.all():
+                self._sort_out(rows, slots, sizes)
+            elif used.any():
+                self._sort_out(rows[used], slots[used], sizes[used])
+        for number, parts in self._held.items():
+            found.held[number] = np.concatenate(parts)
+        found.orphaned_loads = found.held.pop(KERNEL, found.orphaned_loads)
+        found.slabs.extend((slab, self._geometry.slab_bytes) for slab in found.damaged)
+        self._join()
+        return found
+
+    def _hold_damaged(self, slab: int) -> None:
+        """Hold all of a damaged slab as one slot, and drop its old headers.
+
+        Its slot boundaries and possible writers are unknown. The headers are dropped because a
+        later run would believe them.
+        """
+        self._found.damaged.append(slab)
+        first, stride = slab * self._geometry.stride, self._geometry.stride
+        rows = np.arange(first + 1, first + stride, dtype=np.int64)
+        used = self._journal.headers["state"][rows] != STATE_WORDS[State.FREE]
+        self._drop(DropCause.SLAB, rows[used])
+        self._held[0].append(np.array([first], np.int64))
+
+    def _sort_out(self, rows: Records, slots: I64, sizes: I64) -> None:
         """Sort headers that are not free, given their slots and slot sizes."""
         found, words = self._found, rows["state"]
         bound = np.isin(words, BOUND_WORDS)
@@ -511,7 +459,7 @@ class _Reader:
             busy = np.isin(words, _BUSY) | (quarantined & ~read_only)
             if (orphaned_loads := int((busy & ~known).sum())) > 0:
                 found.causes[DropCause.OWNER] += orphaned_loads
-            _drop(found, DropCause.READERS, slots[read_only])
+            self._drop(DropCause.READERS, slots[read_only])
             for owner in np.unique(owners[busy]).tolist():
                 self._held[int(owner)].append(slots[busy & (owners == owner)])
             # An unknown state word was damaged: the slot may have been reserved, so no assumption
@@ -534,12 +482,12 @@ class _Reader:
 
     def _whole(self, rows: Records, slots: I64, sizes: I64) -> Bools:
         """Tell which committed headers are undamaged and fit the catalogue; drop the others."""
-        found, specs = self._found, self._specs
+        specs = self._specs
         good = (rows["magic"] == MAGIC) & (rows["version"] == VERSION)
         good &= rows["identity_check"] == identity_check(rows)
         summed = rows["state"] == STATE_WORDS[State.SUMMED]
         good &= ~summed | (rows["sum_check"] == sum_check(rows))
-        _drop(found, DropCause.HEADER, slots[~good])
+        self._drop(DropCause.HEADER, slots[~good])
         pairs = _pairs(rows)
         inside = pairs < len(specs.known)
         pairs = np.where(inside, pairs, 0)
@@ -547,10 +495,73 @@ class _Reader:
         fits &= (rows["shard_count"] == specs.shards[pairs]) & (rows["shard"] < rows["shard_count"])
         fits &= (rows["key_bytes"] == specs.key_bytes[pairs]) & (sizes == specs.slot_bytes[pairs])
         fits &= _segments(self._geometry, slots) == specs.segment[pairs]
-        _drop(found, DropCause.CONTRACT, slots[good & ~fits])
+        self._drop(DropCause.CONTRACT, slots[good & ~fits])
         current = rows["epoch"] == specs.epoch[pairs]
-        _drop(found, DropCause.EPOCH, slots[good & fits & ~current])
+        self._drop(DropCause.EPOCH, slots[good & fits & ~current])
         return np.asarray(good & fits & current)
+
+    def _drop(self, cause: DropCause, slots: I64) -> None:
+        if len(slots):
+            self._found.dropped.append(slots)
+            self._found.causes[cause] += len(slots)
+
+    def _join(self) -> None:
+        """Join shards to blocks: complete when all agree in count, sequence and key."""
+        columns = self._columns
+        pairs = columns.pair[: columns.count]
+        counts = np.bincount(pairs)
+        for pair in np.flatnonzero(counts).tolist():
+            alone = counts[pair] == columns.count
+            rows: _Rows = slice(0, columns.count) if alone else np.flatnonzero(pairs == pair)
+            shards = int(self._specs.shards[pair])
+            rank = columns.sequence[rows] * np.uint64(shards) + columns.shard[rows]
+            if (rank[1:] <= rank[:-1]).any():
+                numbers = np.arange(columns.count)[rows]
+                rows = numbers[np.argsort(rank, kind="stable")]
+            if shards > 1:
+                rows = self._complete(np.arange(columns.count)[rows], shards)
+            self._adopt_pair(rows, pair)
+
+    def _complete(self, rows: I64, shards: int) -> I64:
+        """The rows of blocks that have all their shards; rows are ordered by sequence and shard."""
+        columns = self._columns
+        _, starts, counts = np.unique(columns.sequence[rows], return_index=True, return_counts=True)
+        runs = rows[starts[counts == shards][:, None] + np.arange(shards)]
+        agree = (columns.shard[runs] == np.arange(shards)).all(axis=1)
+        keys = columns.key[runs]
+        agree &= (keys == keys[:, :1]).all(axis=(1, 2))
+        kept = runs[agree].reshape(-1)
+        self._drop(DropCause.INCOMPLETE, columns.slot[np.setdiff1d(rows, kept)])
+        return np.asarray(kept)
+
+    def _adopt_pair(self, rows: _Rows, pair: int) -> None:
+        """Adopt blocks of one namespace and group; ``rows`` hold all shards, oldest block first."""
+        columns, specs = self._columns, self._specs
+        shards, width = int(specs.shards[pair]), int(specs.key_bytes[pair])
+        slots = columns.slot[rows].reshape(-1, shards)
+        if not len(slots):
+            return
+        names = np.ascontiguousarray(columns.key[rows][::shards, :width])
+        keys: list[bytes] = names.view(f"V{width}").reshape(-1).tolist()
+        kept = _newest(names, keys)
+        if kept is not None:
+            others = np.setdiff1d(np.arange(len(keys)), kept)
+            self._drop(DropCause.DUPLICATE, slots[others].reshape(-1))
+        sequences = columns.sequence[rows][::shards]
+        wanted = columns.parent_sequence[rows][::shards]
+        place = np.minimum(np.searchsorted(sequences, wanted), len(sequences) - 1)
+        parents = np.where(sequences[place] == wanted, slots[place, 0], -1)
+        summed: Bools = np.asarray(columns.summed[rows].reshape(-1, shards).all(axis=1))
+        sums = columns.checksum[rows].view(f"V{CHECKSUM_BYTES}").reshape(-1, shards)
+        if kept is not None:
+            gone = slots[others, 0]
+            parents = np.where(np.isin(parents, gone), -1, parents)[kept]
+            slots, summed, sums = slots[kept], summed[kept], sums[kept]
+            sequences = sequences[kept]
+            keys = [keys[i] for i in kept.tolist()]
+        self._found.blocks.append(
+            AdoptedBlocks(pair // 256, pair % 256, slots, parents, keys, summed, sums, sequences)
+        )
 
 
 def _pairs(rows: Records) -> I64:
@@ -563,68 +574,22 @@ def _segments(geometry: Geometry, slots: I64) -> I64:
     return np.searchsorted(starts, slots, side="right").astype(np.int64) - 1
 
 
-def _drop(found: Adoption, cause: DropCause, slots: I64) -> None:
-    if len(slots):
-        found.dropped.append(slots)
-        found.causes[cause] += len(slots)
-
-
-def _blocks(found: Adoption, specs: _Specs, columns: _Columns) -> None:
-    """Join shards to blocks: complete when all agree in count, sequence and key."""
-    pairs = columns.pair[: columns.count]
-    counts = np.bincount(pairs)
-    for pair in np.flatnonzero(counts).tolist():
-        alone = counts[pair] == columns.count
-        rows: _Rows = slice(0, columns.count) if alone else np.flatnonzero(pairs == pair)
-        shards = int(specs.shards[pair])
-        rank = columns.sequence[rows] * np.uint64(shards) + columns.shard[rows]
-        if (rank[1:] <= rank[:-1]).any():
-            numbers = np.arange(columns.count)[rows]
-            rows = numbers[np.argsort(rank, kind="stable")]
-        if shards > 1:
-            rows = _complete(found, columns, np.arange(columns.count)[rows], shards)
-        _adopt_pair(found, columns, rows, pair, specs)
-
-
-def _complete(found: Adoption, columns: _Columns, rows: I64, shards: int) -> I64:
-    """The rows of blocks that have all their shards; rows are ordered by sequence and shard."""
-    _, starts, counts = np.unique(columns.sequence[rows], return_index=True, return_counts=True)
-    runs = rows[starts[counts == shards][:, None] + np.arange(shards)]
-    agree = (columns.shard[runs] == np.arange(shards)).all(axis=1)
-    keys = columns.key[runs]
-    agree &= (keys == keys[:, :1]).all(axis=(1, 2))
-    kept = runs[agree].reshape(-1)
-    _drop(found, DropCause.INCOMPLETE, columns.slot[np.setdiff1d(rows, kept)])
-    return np.asarray(kept)
-
-
-def _adopt_pair(found: Adoption, columns: _Columns, rows: _Rows, pair: int, specs: _Specs) -> None:
-    """Adopt blocks of one namespace and group; ``rows`` hold all shards, oldest block first."""
-    shards, width = int(specs.shards[pair]), int(specs.key_bytes[pair])
-    slots = columns.slot[rows].reshape(-1, shards)
-    if not len(slots):
-        return
-    names = np.ascontiguousarray(columns.key[rows][::shards, :width])
-    keys: list[bytes] = names.view(f"V{width}").reshape(-1).tolist()
-    kept = _newest(names, keys)
-    if kept is not None:
-        others = np.setdiff1d(np.arange(len(keys)), kept)
-        _drop(found, DropCause.DUPLICATE, slots[others].reshape(-1))
-    sequences = columns.sequence[rows][::shards]
-    wanted = columns.parent_sequence[rows][::shards]
-    place = np.minimum(np.searchsorted(sequences, wanted), len(sequences) - 1)
-    parents = np.where(sequences[place] == wanted, slots[place, 0], -1)
-    summed: Bools = np.asarray(columns.summed[rows].reshape(-1, shards).all(axis=1))
-    sums = columns.checksum[rows].view(f"V{CHECKSUM_BYTES}").reshape(-1, shards)
-    if kept is not None:
-        gone = slots[others, 0]
-        parents = np.where(np.isin(parents, gone), -1, parents)[kept]
-        slots, summed, sums = slots[kept], summed[kept], sums[kept]
-        sequences = sequences[kept]
-        keys = [keys[i] for i in kept.tolist()]
-    found.blocks.append(
-        AdoptedBlocks(pair // 256, pair % 256, slots, parents, keys, summed, sums, sequences)
-    )
+def _chunks(slabs: list[tuple[int, int]], geometry: Geometry) -> Iterator[tuple[I64, I64]]:
+    """Yield (slots, slot sizes) of all slots in assigned slabs, some ten thousand at a time."""
+    parts: list[I64] = []
+    sizes: list[I64] = []
+    rows = 0
+    for slab, size in slabs:
+        count = geometry.slab_bytes // size
+        parts.append(slab * geometry.stride + np.arange(count, dtype=np.int64))
+        sizes.append(np.full(count, size, np.int64))
+        rows += count
+        # A slab of many slots is a chunk of its own: its headers are used in place.
+        if rows >= _CHUNK_ROWS or count >= _DENSE_ROWS:
+            yield np.concatenate(parts), np.concatenate(sizes)
+            parts, sizes, rows = [], [], 0
+    if parts:
+        yield np.concatenate(parts), np.concatenate(sizes)
 
 
 def _newest(names: U8, keys: list[bytes]) -> I64 | None:

@@ -23,10 +23,9 @@ import numpy.typing as npt
 
 from kvhearth import shared_memory
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.memory_limits import MemoryLimit, address_space, memory_groups
+from kvhearth.memory_limits import MemoryLimit, address_space, memory_groups, mounts
 from kvhearth.shared_memory import (
     MADV_DONTDUMP,
-    MADV_HUGEPAGE,
     Collapse,
     SharedMapping,
     advise,
@@ -207,9 +206,8 @@ class KernelMemory:
     def collapses(self) -> int:
         """Collapse a huge page, as a trial; return the error's number, 0 for none."""
         size_bytes, trial = self.thp_bytes(), self.collapse()
-        descriptor = os.memfd_create("kvhearth-trial", os.MFD_CLOEXEC)
+        descriptor = make_memfd("kvhearth-trial", size_bytes)
         try:
-            os.ftruncate(descriptor, size_bytes)
             mapping = SharedMapping(descriptor, size_bytes, size_bytes)
             return 0 if trial.fill(mapping.address, size_bytes) else trial.error
         except OSError as error:
@@ -281,25 +279,12 @@ def filesystem_kind(path: Path) -> Filesystem:
 def _huge_option(path: Path) -> str:
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        if line.split()[2] != wanted:
-            continue
-        for option in line.split()[-1].split(","):
-            if option.startswith("huge="):
-                return option.removeprefix("huge=")
-    return "never"
+    options = (option for each in mounts() if each.device == wanted for option in each.options)
+    return next((each[5:] for each in options if each.startswith("huge=")), "never")
 
 
 def _pool_directory(page_bytes: int) -> str:
     return f"sys/kernel/mm/hugepages/hugepages-{page_bytes // 1024}kB"
-
-
-_libc.mmap.argtypes = [
-    *(ctypes.c_void_p, ctypes.c_size_t),
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
-]
-_libc.mmap.restype = ctypes.c_void_p
-_MAP_FIXED = 0x10
 
 
 @contextlib.contextmanager
@@ -311,32 +296,33 @@ def closed_on_failure(descriptor: int) -> Iterator[contextlib.ExitStack]:
         undo.pop_all()
 
 
-def map_shared(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Map the whole file read-write and shared; this reserves hugetlb pages. A core dump leaves the
-    mapping out, as far as the kernel allows it.
+_MFD_NOEXEC_SEAL = 0x0008
+_SEAL_FUTURE_WRITE = 0x0010
+
+
+def make_memfd(name: str, size_bytes: int, flags: int = 0) -> int:
+    """Make a memfd that ``seal`` can seal; it has no pages yet.
 
     Raises:
-        OSError: ENOMEM if there are too few huge pages.
+        OSError: the kernel has no such memory.
     """
-    # Never with MAP_NORESERVE: too few huge pages would then be a SIGBUS at first touch.
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    mapping = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, access)
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_DONTDUMP)
-    return mapping
+    flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        # vm.memfd_noexec=2 (Linux 6.3) refuses a memfd without this flag.
+        descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor = os.memfd_create(name, flags)
+    with closed_on_failure(descriptor):
+        os.ftruncate(descriptor, size_bytes)
+    return descriptor
 
 
-def map_over(mapping: mmap.mmap, start: int, size_bytes: int, descriptor: int) -> None:
-    """Replace whole pages of a mapping by the same part of a file, read-write and shared.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    address = address_of(mapping) + start
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    if _libc.mmap(address, size_bytes, access, flags, descriptor, start) != address:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+def seal(descriptor: int, *, read_only: bool = False) -> None:
+    """Let nobody resize a memfd; with ``read_only``, nobody make another writable mapping of it."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | (_SEAL_FUTURE_WRITE if read_only else 0))
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -344,8 +330,9 @@ def address_of(mapping: mmap.mmap) -> int:
     return int(np.frombuffer(mapping, np.uint8, count=1).ctypes.data)
 
 
-def map_segment(descriptor: int, size_bytes: int, align_bytes: int) -> SharedMapping:
-    """Map the whole file of a segment read-write, at a border of its huge pages; as ``map_shared``.
+def map_file(descriptor: int, size_bytes: int, align_bytes: int = 1) -> SharedMapping:
+    """Map a whole file read-write, at a border of its huge pages; this reserves hugetlb pages. A
+    core dump leaves the mapping out, as far as the kernel allows it.
 
     Raises:
         OSError: ENOMEM if there are too few huge pages.
@@ -353,11 +340,6 @@ def map_segment(descriptor: int, size_bytes: int, align_bytes: int) -> SharedMap
     mapping = SharedMapping(descriptor, size_bytes, align_bytes)
     mapping.advise(MADV_DONTDUMP)
     return mapping
-
-
-def advise_huge(mapping: SharedMapping) -> None:
-    """Request transparent huge pages; a refusal by an old kernel or a container is no error."""
-    mapping.advise(MADV_HUGEPAGE)
 
 
 def populate(address: int, size_bytes: int, page_bytes: int) -> None:

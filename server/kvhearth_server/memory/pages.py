@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvhearth.memory_limits import MemoryLimit
-from kvhearth.shared_memory import SharedMapping
+from kvhearth.shared_memory import MADV_HUGEPAGE, SharedMapping
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.memory.mapping import (
     BASE_PAGE_BYTES,
@@ -20,7 +20,6 @@ from kvhearth_server.memory.mapping import (
     Filesystem,
     KernelMemory,
     PageKind,
-    advise_huge,
     filesystem_kind,
     populate,
 )
@@ -78,7 +77,7 @@ class PlainPages:
         self._collapse = kernel.collapse() if huge else None
         self._advised = huge and self._thp_allowed()
         if self._advised:
-            advise_huge(mapping)
+            mapping.advise(MADV_HUGEPAGE)  # an old kernel or a container may refuse it
         self.kind = PageKind.THP if huge else PageKind.BASE
         self.page_bytes = self._thp_bytes if huge else BASE_PAGE_BYTES
         self.huge_bytes = 0

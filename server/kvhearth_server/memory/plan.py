@@ -79,10 +79,9 @@ def segment_path(folder: Path, index: int) -> Path:
     return folder / f"segment-{index}"
 
 
-def current_journal(folder: Path, catalogue: dict[str, Any]) -> Path:
-    """The journal that a catalogue refers to; after a crash during a resize it has another name."""
-    resized = folder / RESIZED_NAME
-    return resized if catalogue.get("journal") and resized.exists() else journal_path(folder)
+def segment_numbers(geometry: Geometry) -> range:
+    """The numbers of the segments."""
+    return range(len(geometry.segments))
 
 
 def describe(geometry: Geometry) -> dict[str, Any]:
@@ -142,7 +141,9 @@ def examine(plan: ArenaPlan, folder: Path) -> Found:
             "keep_memory is off",
             "restore the old settings to keep the cache",
         )
-    journal = current_journal(folder, old)
+    journal = folder / RESIZED_NAME
+    if not (old.get("journal") and journal.exists()):
+        journal = journal_path(folder)
     if not _long_enough(journal, journal_bytes(geometry, 1)):
         return _cold(f"{journal} is missing or too short: starting cold")
     lost = _lost_kept(kept, geometry) if kept else _lost_files(folder, geometry)
@@ -161,7 +162,7 @@ def kept_name(arena: str, index: int) -> str:
 def _lost_files(folder: Path, geometry: Geometry) -> frozenset[int]:
     return frozenset(
         index
-        for index in _numbers(geometry)
+        for index in segment_numbers(geometry)
         if not _long_enough(segment_path(folder, index), geometry.segment_bytes(index))
     )
 
@@ -173,7 +174,7 @@ def _lost_kept(arena: str, geometry: Geometry) -> frozenset[int]:
     try:
         return frozenset(
             index
-            for index in _numbers(geometry)
+            for index in segment_numbers(geometry)
             if (fd := kept.get(kept_name(arena, index))) is None
             or not is_sealed(fd)
             or os.fstat(fd).st_size != geometry.segment_bytes(index)
@@ -229,10 +230,6 @@ def _message(geometry: Geometry) -> str:
     return f"{', '.join(parts)}, slab_bytes {sizes[0]} and slot_bytes_min {sizes[1]}"
 
 
-def _numbers(geometry: Geometry) -> range:
-    return range(len(geometry.segments))
-
-
 @dataclass(frozen=True)
 class Room:
     """Bytes that an arena takes, in whole pages; the last two are 0 without a directory."""
@@ -256,16 +253,11 @@ class Room:
 
 def room_of(geometry: Geometry, filesystem: Filesystem | None) -> Room:
     """Compute the room of an arena on a file system, or of an anonymous one."""
-    segments = sum(geometry.segment_bytes(i) for i in range(len(geometry.segments)))
+    segments = sum(geometry.segment_bytes(i) for i in segment_numbers(geometry))
     if filesystem is None:
         return Room(segments, 0, 0)
-    journal = journal_bytes(geometry, journal_page_bytes(filesystem))
+    journal = journal_bytes(geometry, max(2 * MIB, filesystem.page_bytes))
     return Room(segments, journal, file_bytes(CATALOGUE_BYTES_MAX, filesystem))
-
-
-def journal_page_bytes(filesystem: Filesystem) -> int:
-    """Unit of a journal file's size, in bytes."""
-    return max(2 * MIB, filesystem.page_bytes)
 
 
 def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
@@ -317,7 +309,7 @@ def _check_anonymous(plan: ArenaPlan, kernel: KernelMemory) -> None:
     kinds = {} if plan.hugepages is HugepagePolicy.OFF else HUGE_BYTES
     free = {size: kernel.pool(size).free for size in kinds.values()}
     small = 0
-    for index in range(len(geometry.segments)):
+    for index in segment_numbers(geometry):
         size = geometry.segment_bytes(index)
         fits = [page for page in free if size % page == 0 and size // page <= free[page]]
         if fits:
@@ -375,7 +367,7 @@ def _missing(plan: ArenaPlan, folder: Path, room: Room, found: Found) -> int:
     journal = journal_path(folder)
     if found.step is Step.RESIZE or not journal.exists():
         journal = folder / RESIZED_NAME  # the new one, made while the old one stays
-    segments = [segment_path(folder, i) for i in range(len(plan.geometry.segments))]
+    segments = [segment_path(folder, i) for i in segment_numbers(plan.geometry)]
     missing = max(room.journal - _taken(journal), 0)
     missing += max(room.catalogue - _taken(folder / CATALOGUE_NAME), 0)
     for index, path in enumerate([] if plan.keep else segments):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Iterable
@@ -19,7 +18,6 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.memory_limits import MemoryLimit, tightest
 from kvhearth.shared_memory import SharedMapping
 from kvhearth_server.config.value_types import format_size
-from kvhearth_server.memory.descriptor_store import is_sealed
 from kvhearth_server.memory.mapping import (
     BASE_PAGE_BYTES,
     GIB,
@@ -33,7 +31,9 @@ from kvhearth_server.memory.mapping import (
     Segment,
     closed_on_failure,
     filesystem_kind,
-    map_segment,
+    make_memfd,
+    map_file,
+    seal,
 )
 from kvhearth_server.memory.numa import Placement
 from kvhearth_server.memory.pages import HugetlbPages, PlainPages
@@ -44,7 +44,6 @@ __all__ = ["Segment", "create_segment", "open_segment"]
 HUGE_BYTES = {PageKind.HUGE_1G: GIB, PageKind.HUGE_2M: 2 * MIB}
 """Sizes of hugetlb pages, best first."""
 _MFD_HUGE_SHIFT = 26
-_MFD_NOEXEC_SEAL = 0x0008
 _NO_ROOM = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EDQUOT})
 
 
@@ -81,7 +80,7 @@ def create_segment(
 
 
 def open_segment(
-    path: Path,
+    place: Path | int,
     policy: HugepagePolicy = HugepagePolicy.PREFER,
     *,
     size_bytes: int | None = None,
@@ -89,8 +88,9 @@ def open_segment(
     kernel: KernelMemory | None = None,
     placement: Placement | None = None,
 ) -> Segment:
-    """Map an existing segment file and populate it; its contents do not change.
+    """Map an existing segment and populate it; its contents do not change.
 
+    ``place`` is its file, or a sealed memfd of an earlier daemon, which the segment takes over.
     ``policy`` refuses and warns as in ``create_segment``. ``page_kind`` is the kind found. If the
     file is longer than ``size_bytes``, its first part is mapped; if it is shorter, it is extended,
     or left as it was if that fails. By default all of it is mapped.
@@ -100,6 +100,12 @@ def open_segment(
             ``MEMORY_UNAVAILABLE`` or ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be filled,
             or it contradicts ``policy``).
     """
+    kernel = kernel or KernelMemory()
+    if isinstance(place, int):
+        with closed_on_failure(place):
+            size_bytes = size_bytes or os.fstat(place).st_size
+            return _Maker(size_bytes, policy, populated, kernel, placement).adopt_memfd(place)
+    path = place
     try:
         filesystem = filesystem_kind(path.parent)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -112,34 +118,13 @@ def open_segment(
         if message := foreign(fd):
             raise KVHearthError(Reason.ARENA_UNUSABLE, f"cannot use {path}: {message}; remove it")
         wanted = size_bytes or facts.st_size
-        maker = _Maker(wanted, policy, populated, kernel or KernelMemory(), placement)
+        maker = _Maker(wanted, policy, populated, kernel, placement)
         with contextlib.ExitStack() as undo:
             if wanted > facts.st_size:
                 undo.callback(os.ftruncate, fd, facts.st_size)
             segment = maker.adopt(fd, path, filesystem, facts)
             undo.pop_all()
             return segment
-
-
-def open_memfd(
-    fd: int,
-    policy: HugepagePolicy = HugepagePolicy.PREFER,
-    *,
-    size_bytes: int,
-    populated: bool = True,
-    kernel: KernelMemory | None = None,
-    placement: Placement | None = None,
-) -> Segment:
-    """Map a sealed memfd that ``create_segment`` made in an earlier daemon; its contents do not
-    change. The segment takes ``fd`` over.
-
-    Raises:
-        KVHearthError: ``ARENA_UNUSABLE`` (another size), ``MEMORY_UNAVAILABLE`` or
-            ``HUGEPAGES_UNAVAILABLE`` (it has holes that cannot be filled).
-    """
-    maker = _Maker(size_bytes, policy, populated, kernel or KernelMemory(), placement)
-    with closed_on_failure(fd):
-        return maker.adopt_memfd(fd)
 
 
 def check_place(folder: Path, filesystem: Filesystem, policy: HugepagePolicy) -> None:
@@ -221,8 +206,9 @@ class _Maker:
         if self._policy is HugepagePolicy.REQUIRE:
             raise self._no_hugepages(2 * MIB)
         check_memory(self._kernel.limits(), self._bytes, self._message())
-        fd = _memfd(0)
+        fd = make_memfd("kvhearth", self._bytes)
         with closed_on_failure(fd):
+            seal(fd)
             return self._plain(fd, None)
 
     def file(self, path: Path) -> Segment:
@@ -259,18 +245,10 @@ class _Maker:
 
     def adopt_memfd(self, fd: int) -> Segment:
         self._adopts = True
-        if os.fstat(fd).st_size != self._bytes:
-            raise KVHearthError(
-                Reason.ARENA_UNUSABLE, f"a kept segment has {os.fstat(fd).st_size} bytes"
-            )
         page_bytes = os.fstatvfs(fd).f_bsize
         if page_bytes not in HUGE_BYTES.values():
             return self._plain(fd, None)
-        kind = PageKind.HUGE_1G if page_bytes == GIB else PageKind.HUGE_2M
-        try:
-            return self._hugetlb(fd, kind, None)
-        except OSError as error:
-            raise self._no_hugepages(page_bytes) from error
+        return self._adopt_hugetlb(fd, page_bytes, None)
 
     @property
     def _off(self) -> bool:
@@ -279,12 +257,14 @@ class _Maker:
     def _fill(self, fd: int, path: Path, filesystem: Filesystem) -> Segment:
         if filesystem.kind is FilesystemKind.TMPFS:
             return self._plain(fd, path)
-        page_bytes = filesystem.page_bytes
+        return self._adopt_hugetlb(fd, filesystem.page_bytes, path)
+
+    def _adopt_hugetlb(self, fd: int, page_bytes: int, path: Path | None) -> Segment:
         kind = PageKind.HUGE_1G if page_bytes == GIB else PageKind.HUGE_2M
         try:
             return self._hugetlb(fd, kind, path)
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if path is not None and error.errno not in _NO_ROOM:
                 raise _unusable(path, error) from error
             raise self._no_hugepages(page_bytes) from error
 
@@ -292,10 +272,10 @@ class _Maker:
         page_bytes = HUGE_BYTES[kind]
         try:
             # OSError also from a kernel without pages of this size, or without hugetlb.
-            fd = _memfd(os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << _MFD_HUGE_SHIFT)
+            flags = os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << _MFD_HUGE_SHIFT
+            fd = make_memfd("kvhearth", self._bytes, flags)
             with closed_on_failure(fd):
-                os.ftruncate(fd, self._bytes)
-                _seal(fd)
+                seal(fd)
                 return self._hugetlb(fd, kind, None)
         except OSError:
             pass
@@ -305,7 +285,7 @@ class _Maker:
 
     def _hugetlb(self, fd: int, kind: PageKind, path: Path | None) -> Segment:
         page_bytes = HUGE_BYTES[kind]
-        mapping = map_segment(fd, self._bytes, page_bytes)
+        mapping = map_file(fd, self._bytes, page_bytes)
         return self._segment(fd, mapping, HugetlbPages(kind, page_bytes, self._bytes), path)
 
     def _plain(self, fd: int, path: Path | None) -> Segment:
@@ -316,10 +296,7 @@ class _Maker:
             )
         huge_bytes = BASE_PAGE_BYTES if self._off else self._kernel.thp_bytes()
         try:
-            if path is None and not is_sealed(fd):
-                os.ftruncate(fd, self._bytes)
-                _seal(fd)
-            mapping = map_segment(fd, self._bytes, huge_bytes)
+            mapping = map_file(fd, self._bytes, huge_bytes)
             folder = None if path is None else path.parent
             source = PlainPages(fd, mapping, self._kernel, huge=not self._off, folder=folder)
             return self._segment(fd, mapping, source, path)
@@ -384,21 +361,6 @@ class _Maker:
 
     def _message(self) -> str:
         return "".join(f" [{step}]" for step in self._steps)
-
-
-def _memfd(flags: int) -> int:
-    flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        # vm.memfd_noexec=2 (Linux 6.3) refuses a memfd without this flag.
-        return os.memfd_create("kvhearth", flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.memfd_create("kvhearth", flags)
-
-
-def _seal(fd: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 def _unusable(path: Path, error: OSError) -> KVHearthError:

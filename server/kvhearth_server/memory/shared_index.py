@@ -6,7 +6,6 @@ generations, which voids their entries.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -22,7 +21,7 @@ from kvhearth_server.core.actions import Action, Bind, BindOne, Summed
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import CoreState
-from kvhearth_server.memory.arena import ADD_SEALS, SEALS
+from kvhearth_server.memory.mapping import make_memfd, seal
 
 _SUMMED = int(State.SUMMED)
 _PORTION = 8192
@@ -54,12 +53,10 @@ class SharedIndex:
         self._columns = address_of(state.table.checksum), address_of(state.table.flags)
 
     def _open(self, shape: Shape) -> Table:
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        descriptor = os.memfd_create("kvhearth-index", flags)
+        descriptor = make_memfd("kvhearth-index", shape.bytes)
         self._fds.append(descriptor)
-        os.ftruncate(descriptor, shape.bytes)
         memory = np.frombuffer(mmap.mmap(descriptor, shape.bytes), np.uint8)
-        fcntl.fcntl(descriptor, ADD_SEALS, SEALS)
+        seal(descriptor, read_only=True)
         return Table(shape, memory, self._state.table.generation)
 
     def shape(self, segment: int) -> Shape:

@@ -1,4 +1,4 @@
-"""A directory of segment files: its ownership, its capacity, its files."""
+"""A directory of segment files: its ownership, capacity, files, and the logs of its tenants."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import enum
 import errno
 import itertools
 import os
+import queue
 import re
 import stat
+import threading
 import time
-from collections import Counter
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvhearth.failpoints import hit
 from kvhearth.model import Records
-from kvhearth_server.ownership import unwritable
+from kvhearth_server.ownership import sync_directory, unwritable
 from kvhearth_server.tiers.base import AbandonableCall, Counts, DirectoryError, Kind
+from kvhearth_server.tiers.ssd.disk.queues import signal_event
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
     DirectoryHead,
-    Doubt,
     SegmentHead,
     footer_pages,
+    id_of,
 )
 from kvhearth_server.tiers.ssd.settings import (
     MIB,
@@ -33,6 +37,7 @@ from kvhearth_server.tiers.ssd.settings import (
     SsdDirectorySpec,
     SsdSettings,
     capacity_least,
+    quota_segments,
     segment_bytes_for,
     segment_cost_bytes,
     segments_max,
@@ -238,11 +243,79 @@ class Segment:
         self.head, self.end, self.promised, self.records = head, 1, 0, []
 
 
-class Directory:
-    """A locked directory and its files."""
+Result = Segment | OSError | None
+_Task = tuple[Callable[[], Result], Callable[[Result], None]]
 
-    def __init__(self, place: SsdDirectorySpec, segment_bytes: int, files: Files) -> None:
-        """Lock and open the directory.
+
+class FileWorker:
+    """Runs file system calls that may wait on a thread of its own, one task at a time."""
+
+    def __init__(self, name: str, event_fd: int) -> None:
+        self._event_fd = event_fd
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._ended: deque[tuple[Callable[[Result], None], Result]] = deque()
+        self._pending = 0
+        thread_name = f"kvhearth-files-{name}"
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task's result has not been handed over yet."""
+        return self._pending > 0
+
+    def start(self, task: Callable[[], Result], then: Callable[[Result], None]) -> None:
+        """Run ``task`` on the thread; ``poll`` then calls ``then`` with its result on the loop.
+
+        A raised ``OSError`` becomes the result; ``Busy`` becomes a ``BlockingIOError``.
+        """
+        self._pending += 1
+        self._tasks.put((task, then))
+
+    def poll(self) -> None:
+        """Hand over the results of finished tasks."""
+        while self._ended:
+            then, result = self._ended.popleft()
+            self._pending -= 1
+            then(result)
+
+    def stop(self, deadline_s: float) -> bool:
+        """End the thread; false if a call of the file system does not return."""
+        self._tasks.put(None)
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._tasks.get()) is not None:
+            task, then = job
+            result: Result
+            try:
+                result = task()
+            except OSError as error:
+                result = error
+            except Busy as error:
+                result = BlockingIOError(errno.EAGAIN, str(error))
+            self._ended.append((then, result))
+            signal_event(self._event_fd)
+
+
+class Directory:
+    """A locked directory, its files, and the logs of its tenants.
+
+    Attributes:
+        segments: all files.
+        segments_max: most files.
+        free: segments that hold nothing, for any tenant.
+        retry_at: time before which no file is made.
+        logs: by tenant; "" has the segments that no tenant may use, and no quota.
+        doubts: reasons for not believing the directory's own file.
+        repairs: repairs made at the start, and logs begun afresh.
+    """
+
+    def __init__(
+        self, place: SsdDirectorySpec, settings: SsdSettings, files: Files, event_fd: int
+    ) -> None:
+        """Lock and open the directory. ``event_fd`` is signalled when ``file_worker`` is done.
 
         Raises:
             DirectoryError: it does not exist, belongs to another daemon, or is not readable.
@@ -255,7 +328,7 @@ class Directory:
         self.writable = True
         self.direct = True
         self._passed_over: list[str] = []
-        wanted = segment_bytes or segment_bytes_for(place.capacity_bytes)
+        wanted = settings.segment_bytes or segment_bytes_for(place.capacity_bytes)
         try:
             self._owned = own(files, self.path, self._segment_paths(), wanted)
         except Busy:
@@ -267,11 +340,12 @@ class Directory:
                 f"cannot use {place.path} ({error.strerror}); give a directory that exists and "
                 "that the daemon may write to"
             ) from error
+        self.doubts, self.repairs = self._owned.doubts, self._owned.repairs
         self._note(self._owned.lock)
         try:
             self._fit(wanted)
         except DirectoryError:
-            self.close()
+            self._owned.close()
             raise
         self.log_id, self.segment_bytes = self._owned.head.log_id, self._owned.head.segment_bytes
         self.segments_max = segments_max(place.capacity_bytes, self.segment_bytes)
@@ -282,16 +356,26 @@ class Directory:
                 f"only {used} of {_mib(place.capacity_bytes)} are used: its log began with files "
                 f"of {_mib(self.segment_bytes)}, of which there are {SEGMENTS_MAX} at most",
             )
+        self.free: list[Segment] = []
+        self.retry_at = 0.0
+        self.logs: dict[str, TenantLog] = {}
+        quotas = settings.quotas if len(settings.quotas) == 1 else {"": 0.0} | settings.quotas
+        for tenant, part in quotas.items():
+            most = quota_segments(self.segments_max, part)
+            share = settings.carry_share if most else 0.0
+            self.logs[tenant] = TenantLog(tenant, self, most, share)
+        self.file_worker = FileWorker(self.path.name, event_fd)
 
-    @property
-    def doubts(self) -> Counter[Doubt]:
-        """Reasons for not believing the directory's own file."""
-        return self._owned.doubts
+    def log_of(self, tenant_id: int) -> TenantLog:
+        """Return the log to which a segment of a tenant belongs; a tenant alone has them all."""
+        logs = list(self.logs.values())
+        named = (log for log in logs[1:] if log.tenant_id == tenant_id)
+        return logs[0] if len(logs) == 1 else next(named, logs[0])
 
-    @property
-    def repairs(self) -> list[str]:
-        """Repairs made at the start, and logs begun afresh."""
-        return self._owned.repairs
+    def is_full(self, now: float) -> bool:
+        """Whether no segment is free, and none can be made."""
+        files = len(self.segments)
+        return not self.free and (files >= self.segments_max or now < self.retry_at)
 
     def _fit(self, wanted: int) -> None:
         """Ensure that there is room for enough segments, if need be for smaller ones.
@@ -407,7 +491,7 @@ class Directory:
             hit("ssd.segment_allocated")
             fresh.rename(path)
             if flush:
-                self.files.sync_directory(self.path)
+                sync_directory(self.path)
         except OSError:
             with contextlib.suppress(OSError):
                 fresh.unlink(missing_ok=True)
@@ -430,15 +514,83 @@ class Directory:
             os.close(segment.file.fd)
             segment.file = None
 
-    def allocated_bytes(self) -> int:
-        """Return the bytes that the directory takes by the file system's own count."""
-        return self.files.allocated_bytes(self.path)
-
     def close(self) -> None:
         """Close all files and release the directory."""
+        self.file_worker.stop(0.0)
         for segment in self.segments:
             self.close_segment(segment)
         self._owned.close()
+
+
+_READY_MAX = 4
+_AHEAD_S = 10.0
+
+
+@dataclass(eq=False)
+class TenantLog:
+    """One tenant's segments in one directory: the open one, and those that follow it.
+
+    Attributes:
+        segments_max: the tenant's quota.
+        held: number of its segments in any state but free.
+        ready: the next segments in their order; the first pages of some are still being written.
+        sealing: number of segments that are full but not wholly written.
+        carry_share: largest share of a segment for hot blocks that are carried.
+        ahead, ahead_until: recent maximum of ``sealing``, and the time until which it counts.
+    """
+
+    tenant: str
+    directory: Directory
+    segments_max: int
+    carry_share: float
+    held: int = 0
+    open: Segment | None = None
+    ready: deque[Segment] = field(default_factory=deque)
+    sealing: int = 0
+    ahead: int = 0
+    ahead_until: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tenant_id = id_of(self.tenant)
+
+    @property
+    def carry_pages(self) -> int:
+        """Most pages of hot blocks that are carried from a segment."""
+        return int(self.directory.segment_bytes // PAGE_BYTES * self.carry_share)
+
+    def closed(self, now: float) -> None:
+        """Count a segment that is full but not wholly written yet."""
+        self.sealing += 1
+        if self.sealing >= self.ahead or now >= self.ahead_until:
+            self.ahead, self.ahead_until = self.sealing, now + _AHEAD_S
+
+    def ready_wanted(self, now: float) -> int:
+        """Return how many segments should be ready: one more than the recent maximum of segments
+        being sealed, because places are given out ahead of the drive. At most an eighth of the
+        quota, because ready segments hold nothing.
+        """
+        if not self.segments_max:
+            return 0
+        ahead = self.ahead if now < self.ahead_until else self.sealing
+        return max(1, min(1 + ahead, self.segments_max // 8, _READY_MAX))
+
+    def kept_pages(self, *, carried: bool) -> int:
+        """Return the pages of the open segment that a new or carried block must leave free."""
+        return 0 if carried or self.ready else self.carry_pages
+
+    @property
+    def over_quota(self) -> bool:
+        """Whether it has more segments than allowed, because the quota was lowered."""
+        return self.directory.writable and self.held > self.segments_max
+
+    def needs_reclaim(self, now: float) -> bool:
+        """Whether too few segments are ready, and only reclaiming can provide more."""
+        if self.directory.file_worker.busy:
+            return False
+        if self.over_quota:
+            return True
+        full = self.held >= self.segments_max or self.directory.is_full(now)
+        return full and len(self.ready) < self.ready_wanted(now)
 
 
 def _mib(size: int) -> str:
@@ -446,7 +598,11 @@ def _mib(size: int) -> str:
 
 
 def open_directories(
-    settings: SsdSettings, files: Files, counts: Counts, failed: dict[SsdDirectorySpec, str]
+    settings: SsdSettings,
+    files: Files,
+    event_fd: int,
+    counts: Counts,
+    failed: dict[SsdDirectorySpec, str],
 ) -> list[Directory]:
     """Open all usable directories and list their segments; reasons of failures go to ``failed``.
 
@@ -457,7 +613,7 @@ def open_directories(
 
     def ask(place: SsdDirectorySpec) -> AbandonableCall[Directory]:
         def opened() -> Directory:
-            return _open(settings, place, files)
+            return _open(place, settings, files, event_fd)
 
         return AbandonableCall(str(place.path), opened, Directory.close)
 
@@ -476,8 +632,8 @@ def open_directories(
     return found
 
 
-def _open(settings: SsdSettings, place: SsdDirectorySpec, files: Files) -> Directory:
-    found = Directory(place, settings.segment_bytes, files)
+def _open(place: SsdDirectorySpec, settings: SsdSettings, files: Files, event_fd: int) -> Directory:
+    found = Directory(place, settings, files, event_fd)
     try:
         found.list_segments()
     except OSError as error:

@@ -173,11 +173,3 @@ class Files:
             if os.pwritev(fd, [page], offset) != PAGE_BYTES:
                 raise OSError(errno.EIO, "a short write")
         os.fdatasync(fd)
-
-    def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, Records
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, Bools, Records
 
 PAGE_BYTES = 4096
 VERSION = 1
@@ -174,33 +174,42 @@ def footer_pages(count: int) -> int:
 # -- writing ---------------------------------------------------------------------------------------
 
 
+def _crcs(rows: Records) -> list[int]:
+    data, step = rows.tobytes(), rows.dtype.itemsize
+    return [zlib.crc32(data[at : at + step - 4]) for at in range(0, len(data), step)]
+
+
 def seal(rows: Records) -> None:
     """Set the last field, ``crc``, of headers of any kind whose other fields are set."""
-    size = rows.dtype.itemsize - 4
-    data = rows.tobytes()
-    step = rows.dtype.itemsize
-    starts = range(0, len(data), step)
-    rows["crc"].reshape(-1)[:] = [zlib.crc32(data[at : at + size]) for at in starts]
+    rows["crc"].reshape(-1)[:] = _crcs(rows)
+
+
+def _page(dtype: np.dtype[np.void], magic: int, **fields: object) -> bytes:
+    """Return a page that begins with a sealed header of these fields."""
+    row = np.zeros(1, dtype)
+    for name, value in {"magic": magic, "version": VERSION, **fields}.items():
+        row[name] = value
+    seal(row)
+    return row.tobytes().ljust(PAGE_BYTES, b"\0")
 
 
 def segment_page(head: SegmentHead) -> bytes:
     """Return the first page of a segment."""
-    row = np.zeros(1, SEGMENT_DTYPE)
-    row["magic"], row["version"] = SEGMENT_MAGIC, VERSION
-    row["log_id"], row["segment_sequence"] = head.log_id, head.sequence
-    row["segment_bytes"], row["opened_at"] = head.segment_bytes, head.opened_at
-    row["tenant_id"] = head.tenant_id
-    seal(row)
-    return row.tobytes().ljust(PAGE_BYTES, b"\0")
+    return _page(
+        SEGMENT_DTYPE,
+        SEGMENT_MAGIC,
+        log_id=head.log_id,
+        segment_sequence=head.sequence,
+        segment_bytes=head.segment_bytes,
+        opened_at=head.opened_at,
+        tenant_id=head.tenant_id,
+    )
 
 
 def directory_page(head: DirectoryHead) -> bytes:
     """Return the content of the directory's own file."""
-    row = np.zeros(1, DIRECTORY_DTYPE)
-    row["magic"], row["version"] = DIRECTORY_MAGIC, VERSION
-    row["log_id"], row["segment_bytes"] = head.log_id, head.segment_bytes
-    seal(row)
-    return row.tobytes().ljust(PAGE_BYTES, b"\0")
+    facts = {"log_id": head.log_id, "segment_bytes": head.segment_bytes}
+    return _page(DIRECTORY_DTYPE, DIRECTORY_MAGIC, **facts)
 
 
 def write_footer(pages: U8, head: SegmentHead, parts: Sequence[Records], end_position: int) -> None:
@@ -212,13 +221,17 @@ def write_footer(pages: U8, head: SegmentHead, parts: Sequence[Records], end_pos
         data = part.view(np.uint8).reshape(-1)
         pages[at : at + len(data)] = data
         at += len(data)
-    row = pages[-PAGE_BYTES:][: FOOTER_DTYPE.itemsize].view(FOOTER_DTYPE)
-    row["magic"], row["version"] = FOOTER_MAGIC, VERSION
-    row["log_id"], row["segment_sequence"] = head.log_id, head.sequence
-    row["segment_bytes"], row["count"] = head.segment_bytes, at // RECORD_BYTES
-    row["end_position"] = end_position
-    row["digest"] = np.frombuffer(xxhash.xxh3_128_digest(pages[:at].data), "V16")
-    seal(row)
+    last = _page(
+        FOOTER_DTYPE,
+        FOOTER_MAGIC,
+        log_id=head.log_id,
+        segment_sequence=head.sequence,
+        segment_bytes=head.segment_bytes,
+        count=at // RECORD_BYTES,
+        end_position=end_position,
+        digest=np.frombuffer(xxhash.xxh3_128_digest(pages[:at].data), "V16"),
+    )
+    pages[-PAGE_BYTES:] = np.frombuffer(last, np.uint8)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -226,8 +239,7 @@ def write_footer(pages: U8, head: SegmentHead, parts: Sequence[Records], end_pos
 
 def _row(page: bytes | U8, dtype: np.dtype[np.void], magic: int) -> Records | Doubt:
     row = np.frombuffer(page, dtype, 1)
-    data = row.tobytes()
-    if row["magic"][0] != magic or zlib.crc32(data[:-4]) != row["crc"][0]:
+    if row["magic"][0] != magic or not crc_good(row)[0]:
         return Doubt.DAMAGED
     return row if row["version"][0] == VERSION else Doubt.VERSION
 
@@ -252,52 +264,60 @@ def parse_directory_page(page: bytes | U8) -> DirectoryHead | Doubt:
     return DirectoryHead(int(row["log_id"][0]), int(row["segment_bytes"][0]))
 
 
-def footer_said(page: bytes | U8) -> SegmentHead | None:
-    """Return the segment head that a last page names, or None if the page is no footer."""
+@dataclass(frozen=True)
+class Footer:
+    """Content of a last page: the segment's head, and the headers of records before the page."""
+
+    head: SegmentHead
+    count: int
+    end: int
+    digest: bytes
+
+
+def parse_footer_page(page: bytes | U8) -> Footer | Doubt | None:
+    """Return the content of a last page, or the reason for not believing it; None if it is no
+    footer.
+    """
+    if np.frombuffer(page, "<u4", 1)[0] != FOOTER_MAGIC:
+        return None
     row = _row(page, FOOTER_DTYPE, FOOTER_MAGIC)
     if isinstance(row, Doubt):
-        return None
-    log_id, sequence, size = (
-        int(row[name][0]) for name in ("log_id", "segment_sequence", "segment_bytes")
-    )
-    return SegmentHead(log_id, sequence, size, 0) if sequence <= LIVES_MAX else None
+        return row
+    names = ("log_id", "segment_sequence", "segment_bytes", "count", "end_position")
+    log_id, sequence, size, count, end = (int(row[name][0]) for name in names)
+    if sequence > LIVES_MAX:
+        return Doubt.DAMAGED
+    return Footer(SegmentHead(log_id, sequence, size, 0), count, end, row["digest"][0].tobytes())
 
 
-def footer_count(page: bytes | U8, head: SegmentHead) -> tuple[int, int] | Doubt | None:
-    """Return (records, end position) by a segment's last page; None if it is no footer of this
-    life.
+def footer_of(page: bytes | U8, head: SegmentHead) -> Footer | Doubt | None:
+    """Return the footer of this life of a segment, by its last page. A head without a sequence
+    stands for any life.
 
     A segment that is being overwritten still has the footer of its last life until it is full.
     """
-    row = _row(page, FOOTER_DTYPE, FOOTER_MAGIC)
-    if isinstance(row, Doubt):
-        magic = np.frombuffer(page, "<u4", 1)[0]
-        return row if magic == FOOTER_MAGIC else None
-    if int(row["log_id"][0]) != head.log_id:
+    footer = parse_footer_page(page)
+    if not isinstance(footer, Footer):
+        return footer
+    if footer.head.log_id != head.log_id:
         return Doubt.FOREIGN
-    if int(row["segment_sequence"][0]) != head.sequence:
+    if head.sequence and footer.head.sequence != head.sequence:
         return None
-    if head.sequence > LIVES_MAX:
+    if (footer_pages(footer.count) + footer.end) * PAGE_BYTES > head.segment_bytes:
         return Doubt.DAMAGED
-    count, end = int(row["count"][0]), int(row["end_position"][0])
-    if (footer_pages(count) + end) * PAGE_BYTES > head.segment_bytes:
-        return Doubt.DAMAGED
-    return count, end
+    return footer
 
 
-def parse_footer(tail: U8, count: int) -> Records | None:
-    """Return the record headers of a footer whose last page was believed; None if they have changed
-    since they were written.
+def footer_lines(tail: U8, footer: Footer) -> Records | None:
+    """Return the record headers of a footer; None if they have changed since they were written.
 
     Args:
-        tail: the last bytes of the segment, at least ``footer_pages(count)`` pages.
+        tail: the last bytes of the segment, at least ``footer_pages(footer.count)`` pages.
     """
-    start = len(tail) - footer_pages(count) * PAGE_BYTES
-    lines = tail[start : start + count * RECORD_BYTES]
-    row = np.frombuffer(tail[-PAGE_BYTES:], FOOTER_DTYPE, 1)
-    if xxhash.xxh3_128_digest(lines.data) != row["digest"][0].tobytes():
-        return None
-    return lines.view(RECORD_DTYPE)
+    start = len(tail) - footer_pages(footer.count) * PAGE_BYTES
+    lines = tail[start : start + footer.count * RECORD_BYTES]
+    good = xxhash.xxh3_128_digest(lines.data) == footer.digest
+    return lines.view(RECORD_DTYPE) if good else None
 
 
 def doubts_of(rows: Records, head: SegmentHead, end_bytes: int) -> dict[Doubt, I64]:
@@ -346,7 +366,6 @@ def _none_doubted(rows: Records, head: SegmentHead, end_bytes: int) -> bool:
     return bool(good.all())
 
 
-def crc_good(row: Records) -> bool:
-    """Whether one record header is as it was written."""
-    data = row.tobytes()
-    return zlib.crc32(data[:-4]) == int(row["crc"])
+def crc_good(rows: Records) -> Bools:
+    """Return which headers are as they were written."""
+    return np.asarray(np.array(_crcs(rows), np.uint32) == rows["crc"])

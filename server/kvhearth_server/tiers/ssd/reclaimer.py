@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvhearth.model import I64, Records
+from kvhearth.model import I64
 from kvhearth_server.tiers.base import (
     ADDRESS_DTYPE,
     BlockSpec,
@@ -31,10 +31,10 @@ from kvhearth_server.tiers.base import (
     StoreBatch,
     Throttled,
 )
-from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
+from kvhearth_server.tiers.ssd.directory import Segment, SegmentState, TenantLog
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, pages_of
 from kvhearth_server.tiers.ssd.index import SsdIndex, disk_pages
-from kvhearth_server.tiers.ssd.log import Buffer, HeaderPages, Log, TenantLog
+from kvhearth_server.tiers.ssd.log import HeaderPages, Log
 from kvhearth_server.tiers.ssd.transfers import Task, Transfers
 
 REINSERT_BYTES = 32 << 20
@@ -59,16 +59,6 @@ class _ReinsertionChunk:
     entries: I64
 
 
-_FAMILY = ["family", "epoch", "length", "shards"]
-
-
-def family_of(index: SsdIndex, name: Records) -> BlockSpec:
-    """Return the family of a row's fields ``family``, ``epoch``, ``length`` and ``shards``."""
-    namespace, group = index.of_family(int(name["family"]))
-    epoch, length, shards = int(name["epoch"]), int(name["length"]), int(name["shards"])
-    return BlockSpec(namespace, group, epoch, length, shards)
-
-
 @dataclass(eq=False)
 class _Work:
     """A victim, and its chunks that are yet to be carried. ``offered`` rows of the segment were
@@ -89,27 +79,26 @@ class Reclaimer:
         self,
         index: SsdIndex,
         log: Log,
+        transfers: Transfers,
+        pages: HeaderPages,
+        region: int,
         counts: Counts,
         clock: Callable[[], float],
         *,
         offers: bool,
     ) -> None:
-        """``offers``: whether shared tiers behind this one take offers."""
-        self.buffer = Buffer(REINSERT_BYTES)
+        """Carries through ``region`` of ``transfers``, which has ``REINSERT_BYTES``.
+
+        ``offers``: whether shared tiers behind this one take offers.
+        """
         self._index, self._log, self._counts = index, log, counts
+        self._transfers, self._pages, self._region = transfers, pages, region
         self._clock = clock
         self._work: dict[TenantLog, _Work] = {}
         self._carrying: _Work | None = None
         self._forgot = False
         self.evicted: list[Evicted] = []
-        self._transfers: Transfers | None = None
-        self._pages: HeaderPages | None = None
-        self._region = 0
         self._new_offers: list[Offer] | None = [] if offers else None
-
-    def use(self, transfers: Transfers, pages: HeaderPages, region: int) -> None:
-        """Set the parts to carry with. ``region``: number of the buffer in ``transfers``."""
-        self._transfers, self._pages, self._region = transfers, pages, region
 
     @property
     def busy(self) -> bool:
@@ -137,9 +126,8 @@ class Reclaimer:
 
     def _victim(self, log: TenantLog) -> Segment | None:
         """Return the sealed segment with the highest worth, the oldest of equals."""
-        log_dir = log.log_dir
-        sealed = [s for s in log_dir.directory.segments if s.state is SegmentState.SEALED]
-        mine = [each for each in sealed if log_dir.log_of(each.head.tenant_id) is log]
+        sealed = [s for s in log.directory.segments if s.state is SegmentState.SEALED]
+        mine = [each for each in sealed if self._log.log_of(each) is log]
         return max(mine, key=lambda each: self._worth(log, each), default=None)
 
     def _worth(self, log: TenantLog, segment: Segment) -> tuple[float, int]:
@@ -170,12 +158,7 @@ class Reclaimer:
         # Their lines in the footer need room, too.
         room = log.carry_pages * 15 // 16
         hot = hot[np.cumsum(disk_pages(table.rows[hot])) <= room]
-        names = table.rows[_FAMILY][hot]
-        # Sorting takes ten times as long, and the blocks are mostly alike.
-        alike = names[:1] if (names == names[:1]).all() else np.unique(names)
-        for name in alike:
-            mine = hot[names == name]
-            family = family_of(self._index, name)
+        for family, mine in self._index.by_family(table, hot):
             fits = REINSERT_BYTES // (pages_of(family.length) * PAGE_BYTES * family.shards)
             fits = min(fits, REINSERT_PAGES // family.shards)
             for start in range(0, len(mine) if fits else 0, max(1, fits)):
@@ -236,17 +219,13 @@ class Reclaimer:
             fit = max(1, int(np.count_nonzero(size <= REINSERT_BYTES)))
             work.offered = int(heads[fit]) if fit < len(heads) else end
             hot = heads[:fit][table.rows["hits"][heads[:fit]] > 0]
-            found: dict[BlockSpec, list[bytes]] = {}
-            self._index.gather(table, hot, found)
-            new += [Offer(family, keys) for family, keys in found.items()]
-            if found:
+            for family, mine in self._index.by_family(table, hot):
+                new.append(Offer(family, table.keys[mine].tolist()))
+            if len(hot):
                 return False
         return True
 
     def _reinsert(self, log: TenantLog, work: _Work, chunk: _ReinsertionChunk) -> None:
-        transfers = self._transfers
-        if transfers is None:
-            return
         family = chunk.family
         # Skip blocks that were unbound or replaced meanwhile.
         now = self._index.find(family.namespace, family.group, chunk.keys)
@@ -262,16 +241,16 @@ class Reclaimer:
         entries = chunk.entries[same]
         batch = LoadBatch(family, keys, places)
         task = Task(0, batch, lambda t: self._read_in(log, work, t, entries), entries)
-        transfers.load(task, np.arange(len(keys)), entries)
+        self._transfers.load(task, np.arange(len(keys)), entries)
         task.finish_if_done()
 
     def _read_in(self, log: TenantLog, work: _Work, task: Task, entries: I64) -> None:
         """Store a chunk that was read."""
-        transfers, pages, batch = self._transfers, self._pages, task.batch
+        batch = task.batch
         done = task.completion()
         good = done.rows(Done)
         self._tell_doubted(batch, done)
-        if transfers is None or pages is None or not len(good):
+        if not len(good):
             self._carried_out(work)
             return
         family = batch.family
@@ -279,7 +258,7 @@ class Reclaimer:
         now = self._index.find(family.namespace, family.group, keys)
         same = now == entries[good]
         good, keys = good[same], [k for k, kept in zip(keys, same.tolist(), strict=True) if kept]
-        if not len(good) or pages.free < len(good) * family.shards:
+        if not len(good) or self._pages.free < len(good) * family.shards:
             self._carried_out(work)
             return
         rows = self._index.rows(entries[good], family.shards)
@@ -292,7 +271,7 @@ class Reclaimer:
             rows["parent"][:, 0].copy(),
         )
         out = Task(0, store, lambda _: self._carried_out(work), entries[good])
-        left = transfers.store(log.tenant, out, store, np.arange(len(keys)))
+        left = self._transfers.store(log.tenant, out, store, np.arange(len(keys)))
         self._counts.add("carries_without_place", len(left))
         out.resolve(left.tolist(), Throttled(Refusal.FULL))
         out.finish_if_done()

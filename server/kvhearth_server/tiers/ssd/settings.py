@@ -76,7 +76,7 @@ class SsdDirectorySpec:
 
 @dataclass(frozen=True)
 class SsdSettings:
-    """Settings of the tier.
+    """Settings of the tier; ``config.model`` checks those that a user gives.
 
     Attributes:
         places: existing directories; records are striped across them.
@@ -91,7 +91,6 @@ class SsdSettings:
             blocks of 2 MiB and their headers: together they cost the processor a tenth less.
         flush: acknowledge a store only after the drive's own cache was flushed (``fdatasync``):
             it then survives a power cut, not only the death of the process.
-        verify_stores: check a slot's bytes before its store is acknowledged.
         sum_threads: most threads that verify moved bytes. One keeps up with 15 to 20 GB/s; more
             help with bursts, and cost the processor more for each byte.
         prewrite: write new segments once before use, so that first writes run at full speed.
@@ -114,7 +113,6 @@ class SsdSettings:
     batch_blocks_max: int = 512
     request_bytes: int = 4608 << 10
     flush: bool = False
-    verify_stores: bool = True
     sum_threads: int = 1
     prewrite: bool = False
     bytes_per_day: int = 0
@@ -125,15 +123,5 @@ class SsdSettings:
     open_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if not self.places:
-            raise ValueError("the SSD tier needs a directory")
         if len({place.path.resolve() for place in self.places}) != len(self.places):
             raise ValueError("a directory is named twice")
-        if self.segment_bytes % PAGE_BYTES or 0 < self.segment_bytes < 16 * PAGE_BYTES:
-            raise ValueError(f"segment_bytes must be a multiple of {PAGE_BYTES}, 64KiB or more")
-        if not 0 <= self.carry_share < 1 or not 0 < self.depth <= 4096:
-            raise ValueError("carry_share must be below 1, depth 1 to 4096")
-        if min(self.queue_reads, self.queue_writes, self.batch_blocks_max) < 1:
-            raise ValueError("queues and batches have room for at least one block")
-        if self.sum_threads < 1:
-            raise ValueError("somebody must verify: sum_threads is at least 1")

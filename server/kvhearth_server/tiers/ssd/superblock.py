@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvhearth.failpoints import hit
-from kvhearth_server.ownership import foreign
+from kvhearth_server.ownership import foreign, sync_directory
 from kvhearth_server.tiers.base import DirectoryError
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
@@ -23,10 +23,11 @@ from kvhearth_server.tiers.ssd.format import (
     RECORD_MAGIC,
     DirectoryHead,
     Doubt,
+    Footer,
     crc_good,
     directory_page,
-    footer_said,
     parse_directory_page,
+    parse_footer_page,
     parse_segment_page,
 )
 
@@ -177,7 +178,7 @@ def _write(files: Files, path: Path, head: DirectoryHead, *, replace: bool) -> O
         fresh.unlink(missing_ok=True)
     # The segments restore the name if a power cut loses it.
     with contextlib.suppress(OSError):
-        files.sync_directory(path.parent)
+        sync_directory(path.parent)
     return lock
 
 
@@ -221,10 +222,11 @@ def _said(files: Files, fd: int, size: int) -> DirectoryHead | None:
             return DirectoryHead(head.log_id, head.segment_bytes)
     if size < 2 * PAGE_BYTES or size % PAGE_BYTES:
         return None
-    if (said := footer_said(files.read_page(fd, size - PAGE_BYTES))) is not None:
-        return DirectoryHead(said.log_id, said.segment_bytes)
+    footer = parse_footer_page(files.read_page(fd, size - PAGE_BYTES))
+    if isinstance(footer, Footer):
+        return DirectoryHead(footer.head.log_id, footer.head.segment_bytes)
     page = files.read_page(fd, PAGE_BYTES)
     row = np.frombuffer(page, RECORD_DTYPE, 1)
-    if row["magic"][0] != RECORD_MAGIC or not crc_good(row[0]):
+    if row["magic"][0] != RECORD_MAGIC or not crc_good(row)[0]:
         return None
     return DirectoryHead(int(row["log_id"][0]), size)

@@ -9,9 +9,12 @@ opening directories, the constructor wait.
 from __future__ import annotations
 
 import math
+import os
 import select
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ from kvhearth_server.tiers.base import (
     BlockSpec,
     Completion,
     Counts,
+    DirectoryError,
     Done,
     Evicted,
     Facts,
@@ -38,17 +42,29 @@ from kvhearth_server.tiers.base import (
     check_places,
 )
 from kvhearth_server.tiers.figures import DirectoryFigures, TenantFigures, TierFigures
-from kvhearth_server.tiers.ssd.assembly import Environment, build
-from kvhearth_server.tiers.ssd.directory import INTERFACE, UNUSABLE, Directory, SegmentState
-from kvhearth_server.tiers.ssd.disk.executor import Job
-from kvhearth_server.tiers.ssd.disk.queues import signal_event
+from kvhearth_server.tiers.ssd.directory import (
+    INTERFACE,
+    UNUSABLE,
+    Directory,
+    SegmentState,
+    open_directories,
+)
+from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, Job, ReadRate
+from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose, open_queue
+from kvhearth_server.tiers.ssd.disk.queues import DiskQueue, make_event, signal_event
+from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, record_pages
-from kvhearth_server.tiers.ssd.log import Log, LogDirectory
-from kvhearth_server.tiers.ssd.reclaimer import REINSERT_PAGES
-from kvhearth_server.tiers.ssd.recovery.restore import Progress
-from kvhearth_server.tiers.ssd.settings import SsdSettings
-from kvhearth_server.tiers.ssd.transfers import Task
-from kvhearth_server.tiers.ssd.write_limits import Admission, AdmitAll
+from kvhearth_server.tiers.ssd.index import SsdIndex
+from kvhearth_server.tiers.ssd.log import (
+    Buffer,
+    HeaderPages,
+    Log,
+)
+from kvhearth_server.tiers.ssd.reclaimer import REINSERT_BYTES, REINSERT_PAGES, Reclaimer
+from kvhearth_server.tiers.ssd.recovery.restore import Restorer
+from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
+from kvhearth_server.tiers.ssd.transfers import Task, Transfers
+from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 
 _JOBS_AT_ONCE = 64
 """Ended requests that one ``poll`` handles, some 10 us each."""
@@ -92,13 +108,28 @@ class Watch:
                 notices.append(
                     Completion(task.ticket, [(Failed(Failure.STUCK), task.out)], final=False)
                 )
-        for log_dir in self._log.log_dirs:
-            log_dir.directory.health.stuck = stuck.get(log_dir.directory, 0)
+        for directory in self._log.directories:
+            directory.health.stuck = stuck.get(directory, 0)
         return notices
 
     def _directory_of(self, job: Job) -> Directory | None:
         found = (s.directory for s in self._log.segments.values() if s.fd == job.fd)
         return next(found, None)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The outside world as the tier sees it; tests and fault injection pass other implementations.
+
+    Attributes:
+        wrap_queue: applied to the disk queue that was opened.
+        queue: used instead of opening one.
+    """
+
+    files: Files = field(default_factory=Files)
+    clock: Callable[[], float] = time.monotonic
+    wrap_queue: Callable[[DiskQueue], DiskQueue] | None = None
+    queue: DiskQueue | None = None
 
 
 _abandoned: list[object] = []
@@ -111,10 +142,13 @@ class SsdTier(Tier):
     Args:
         settings: places and bounds.
         regions: the bytes of each arena segment, in the order in which places number them.
-        admission: policy that selects the blocks worth a write; all blocks by default.
-        on_progress: called while the log is read back.
+        admission: selects the blocks worth a write; all blocks by default.
         environment: files, clock and disk queue; the machine's own by default.
         offers: offer used blocks to shared tiers before they are dropped to make room.
+
+    Attributes:
+        failed_places: directories that could not be used at all, and the reasons.
+        probe_results: disk interfaces that were tried, and the results.
 
     Raises:
         DirectoryError: no directory can be used.
@@ -129,28 +163,76 @@ class SsdTier(Tier):
         settings: SsdSettings,
         regions: Sequence[U8],
         *,
-        admission: Admission | None = None,
-        on_progress: Progress | None = None,
+        admission: SeenTwice | None = None,
         environment: Environment | None = None,
         offers: bool = False,
     ) -> None:
         environment = environment or Environment()
-        self.parts = build(settings, regions, environment, on_progress, offers=offers)
         self.settings = settings
-        self.counts = self.parts.counts
-        self.event_fd = self.parts.executor.event_fd
+        self.counts = Counts()
+        self.failed_places: dict[SsdDirectorySpec, str] = {}
+        self._files, self._clock = environment.files, environment.clock
+        self.event_fd = make_event()
+        directories, queue = self._open(environment)
+        self.interface = queue.name
+        self.executor = IoExecutor(
+            queue, self.event_fd, sum_threads=settings.sum_threads, clock=self._clock
+        )
+        self.rate = ReadRate()
+        self.index = SsdIndex()
+        self.pages = HeaderPages(settings.queue_writes + REINSERT_PAGES)
+        self.log = Log(directories, self.executor, settings, self.counts, self._clock)
+        parts = (self.index, self.log, self.executor, self.pages)
+        carried = Buffer(REINSERT_BYTES)
+        self.transfers = Transfers(
+            [*regions, carried.bytes], parts, settings, self.counts, self._clock
+        )
+        self.reclaimer = Reclaimer(
+            self.index,
+            self.log,
+            self.transfers,
+            self.pages,
+            len(regions),
+            self.counts,
+            self._clock,
+            offers=offers,
+        )
+        segments = [segment for each in directories for segment in each.segments]
+        for segment in segments:
+            segment.number = self.log.new_number()
+        self.restorer = Restorer(
+            segments,
+            self.index,
+            self.log,
+            self.counts,
+            files=self._files,
+            event_fd=self.event_fd,
+        )
         self._regions = list(regions)
-        self._clock = environment.clock
-        self._admission: Admission = admission or AdmitAll()
-        self._budget = self.parts.log.wear.budget
-        self._files_found = sum(len(each.directory.segments) for each in self.parts.log.log_dirs)
-        self._watch = Watch(self.parts.log, self.counts, settings.slow_s, settings.stuck_s)
+        self._admission = admission
+        self._budget = self.log.wear.budget
+        self._files_found = len(segments)
+        self._watch = Watch(self.log, self.counts, settings.slow_s, settings.stuck_s)
         self._owner_of: OwnerOf = lambda namespace, epoch: ""
         self._tasks: dict[int, Task] = {}
         self._completions: list[Completion] = []
         self._next_ticket = 1
         self._steps = 0
         self._closed = False
+
+    def _open(self, environment: Environment) -> tuple[list[Directory], DiskQueue]:
+        directories: list[Directory] = []
+        try:
+            directories = open_directories(
+                self.settings, self._files, self.event_fd, self.counts, self.failed_places
+            )
+            queue, self.probe_results = _open_queue(self.settings, environment)
+        except (DirectoryError, OSError, ValueError):
+            for each in directories:
+                each.close()
+            os.close(self.event_fd)
+            raise
+        return directories, queue
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -172,13 +254,13 @@ class SsdTier(Tier):
         if refusal is not None:
             return _counted(self.counts, "stores", refusal, len(batch.keys))
         family = batch.family
-        present, _ = self.parts.index.present(family, batch.keys)
+        present, _ = self.index.present(family, batch.keys)
         absent = np.flatnonzero(~present)
         if len(absent) * family.shards > min(
-            self.parts.pages.free - REINSERT_PAGES,
-            self.settings.queue_writes - self.parts.transfers.writes,
+            self.pages.free - REINSERT_PAGES,
+            self.settings.queue_writes - self.transfers.writes,
         ):
-            refusal = Throttled(Refusal.QUEUE, self.parts.rate.wait_s(self.parts.transfers.writes))
+            refusal = Throttled(Refusal.QUEUE, self.rate.wait_s(self.transfers.writes))
             return _counted(self.counts, "stores", refusal, len(absent))
         task = self._task(batch)
         task.resolve(np.flatnonzero(present).tolist(), Done())
@@ -186,36 +268,35 @@ class SsdTier(Tier):
         wanted = self._admitted(task, batch, absent)
         if len(wanted):
             tenant = self._tenant_of(family)
-            left = self.parts.transfers.store(tenant, task, batch, wanted)
+            left = self.transfers.store(tenant, task, batch, wanted)
             if len(left):
                 refusal = _counted(self.counts, "stores", self._no_place(family), len(left))
                 task.resolve(left.tolist(), refusal)
                 self._budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
-        if self._completions or self.parts.log.needs_reclaim:
+        if self._completions or self.log.needs_reclaim:
             signal_event(self.event_fd)
         return task.ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
         self._check(batch)
-        executor = self.parts.executor
-        if self.parts.log.draining or executor.broken or not executor.alive:
-            refusal = Throttled(Refusal.DRAINING if self.parts.log.draining else Refusal.DEGRADED)
+        if self.log.draining or self.broken:
+            refusal = Throttled(Refusal.DRAINING if self.log.draining else Refusal.DEGRADED)
             return _counted(self.counts, "loads", refusal, len(batch.keys))
         family = batch.family
-        present, entries = self.parts.index.present(family, batch.keys)
+        present, entries = self.index.present(family, batch.keys)
         rows = np.flatnonzero(present)
-        if self.parts.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
-            refusal = Throttled(Refusal.QUEUE, self.parts.rate.wait_s(self.parts.transfers.reads))
+        if self.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
+            refusal = Throttled(Refusal.QUEUE, self.rate.wait_s(self.transfers.reads))
             return _counted(self.counts, "loads", refusal, len(rows))
         task = self._task(batch)
         task.resolve(np.flatnonzero(~present).tolist(), Missing())
         if len(rows):
             if batch.is_use:
-                self.parts.index.used(entries[rows])
-            self.parts.transfers.load(task, rows, entries[rows])
+                self.index.used(entries[rows])
+            self.transfers.load(task, rows, entries[rows])
         task.finish_if_done()
-        if self._completions or self.parts.log.needs_reclaim:
+        if self._completions or self.log.needs_reclaim:
             signal_event(self.event_fd)
         return task.ticket
 
@@ -225,7 +306,7 @@ class SsdTier(Tier):
         footer written, a piece of the log read back or adopted, a piece of a file made, a block
         carried. Loads do not count.
         """
-        return self._steps, self.parts.files.steps
+        return self._steps, self._files.steps
 
     def cancel(self, ticket: int) -> None:
         if (task := self._tasks.get(ticket)) is not None:
@@ -233,17 +314,17 @@ class SsdTier(Tier):
 
     def poll(self) -> list[Completion]:
         now = self._clock()
-        jobs = self.parts.executor.take(_JOBS_AT_ONCE)
-        self.parts.rate.note(jobs, now)
+        jobs = self.executor.take(_JOBS_AT_ONCE)
+        self.rate.note(jobs, now)
         for job in jobs:
             self._watch.ended(job, now)
             self._steps += job.good and (job.urgent or not job.is_read)
             job.then(job)
-        self.parts.transfers.settle_writes()
-        more = self.parts.restorer.step(now)
-        self.parts.log.tick()
-        if not self.parts.restorer.recovering:
-            more |= self.parts.reclaimer.tick()
+        self.transfers.settle_writes()
+        more = self.restorer.step(now)
+        self.log.tick()
+        if not self.restorer.recovering:
+            more |= self.reclaimer.tick()
         self._steps += more
         self._completions += self._watch.look(self._tasks.values(), now)
         if more:
@@ -267,20 +348,20 @@ class SsdTier(Tier):
             self._completions.append(task.completion())
 
     def _refusal(self) -> Throttled | None:
-        if self.parts.log.draining:
+        if self.log.draining:
             return Throttled(Refusal.DRAINING)
-        if self.parts.log.paused:
+        if self.log.paused:
             return Throttled(Refusal.RECOVERING, 0.1)
-        if not self.parts.executor.alive or self.parts.executor.broken:
+        if self.broken:
             return Throttled(Refusal.DEGRADED, 60.0)
         return None
 
     def _admitted(self, task: Task, batch: StoreBatch, rows: I64) -> I64:
         """Return the rows that admission and the budget let through."""
         family = batch.family
-        keys = [batch.keys[row] for row in rows.tolist()]
-        good = self._admission.admit(family.namespace, family.group, keys, family.length)
-        if not good.all():
+        if self._admission is not None:
+            keys = [batch.keys[row] for row in rows.tolist()]
+            good = self._admission.admit(family.namespace, family.group, keys)
             refusal = _counted(
                 self.counts, "stores", Throttled(Refusal.ADMISSION), int((~good).sum())
             )
@@ -300,16 +381,10 @@ class SsdTier(Tier):
     def _no_place(self, family: BlockSpec) -> Throttled:
         """Return the reason why the log had no place for a block."""
         pages = record_pages(family.length) * family.shards
-        if self.parts.index.number_of(family.namespace) < 0 or not self.parts.log.fits(
-            pages, family.shards
-        ):
+        if self.index.number_of(family.namespace) < 0 or not self.log.fits(pages, family.shards):
             return Throttled(Refusal.TOO_LARGE, 3600.0)
         now = self._clock()
-        healths = [
-            log_dir.directory.health
-            for log_dir in self.parts.log.log_dirs
-            if log_dir.directory.writable
-        ]
+        healths = [directory.health for directory in self.log.directories if directory.writable]
         if not any(each.may_write(now) for each in healths):
             waits = [each.retry_after_s(now) for each in healths]
             return Throttled(Refusal.DEGRADED, max(0.1, min(waits, default=60.0)))
@@ -322,9 +397,9 @@ class SsdTier(Tier):
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
         facts = Facts.none(family, len(keys))
-        good, entries = self.parts.index.present(family, keys)
+        good, entries = self.index.present(family, keys)
         if good.any():
-            rows = self.parts.index.rows(entries[good], family.shards)
+            rows = self.index.rows(entries[good], family.shards)
             facts.present[:] = good
             facts.sequences[good] = rows["sequence"][:, 0]
             facts.parents[good] = rows["parent"][:, 0]
@@ -332,17 +407,17 @@ class SsdTier(Tier):
         return facts
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
-        return self.parts.index.unbind(namespace, group, keys)
+        return self.index.unbind(namespace, group, keys)
 
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
-        return self.parts.index.forget_of(namespace, count)
+        return self.index.forget_of(namespace, count)
 
     def take_evicted(self) -> list[Evicted]:
-        gone, self.parts.reclaimer.evicted = self.parts.reclaimer.evicted, []
+        gone, self.reclaimer.evicted = self.reclaimer.evicted, []
         return gone
 
     def take_offers(self) -> list[Offer]:
-        return self.parts.reclaimer.take_offers()
+        return self.reclaimer.take_offers()
 
     def use_owners(self, owner_of: OwnerOf) -> None:
         self._owner_of = owner_of
@@ -355,26 +430,24 @@ class SsdTier(Tier):
 
     def _tenant_of(self, family: BlockSpec) -> str:
         """Return the tenant whose log gets a family's blocks; a tenant alone has the only log."""
-        logs = self.parts.log.log_dirs[0].logs
+        logs = self.log.directories[0].logs
         if len(logs) == 1:
             return next(iter(logs))
         return self._owner_of(family.namespace, family.epoch)
 
     def _tenants(self) -> list[TenantFigures]:
         """Return what each tenant with a quota uses of it."""
-        found: dict[str, TenantFigures] = {}
-        for log in self.parts.log.tenant_logs:
+        used, most = Counter[str](), Counter[str]()
+        for log in self.log.tenant_logs:
             if log.segments_max:
-                size = log.log_dir.directory.segment_bytes
-                before = found.get(log.tenant, TenantFigures(log.tenant, 0, 0))
-                used, most = log.held * size, log.segments_max * size
-                used, most = before.used_bytes + used, before.quota_bytes + most
-                found[log.tenant] = TenantFigures(log.tenant, used, most)
-        return list(found.values())
+                size = log.directory.segment_bytes
+                used[log.tenant] += log.held * size
+                most[log.tenant] += log.segments_max * size
+        return [TenantFigures(tenant, used[tenant], most[tenant]) for tenant in most]
 
     @property
     def loads_of_the_dead(self) -> bool:
-        return bool(self.parts.restorer.locked or self.parts.failed_places)
+        return bool(self.restorer.locked or self.failed_places)
 
     @property
     def directories(self) -> list[Path]:
@@ -385,17 +458,17 @@ class SsdTier(Tier):
     @property
     def recovering(self) -> bool:
         """Whether the log is still being read back, so that absent blocks may yet appear."""
-        return self.parts.restorer.recovering
+        return self.restorer.recovering
 
     @property
     def blocks(self) -> int:
         """Number of loadable blocks."""
-        return len(self.parts.index)
+        return len(self.index)
 
     @property
     def broken(self) -> str:
         """Problem of the disk interface; empty for none."""
-        executor = self.parts.executor
+        executor = self.executor
         if executor.broken:
             return f"disk interface failed: {executor.broken}"
         return "" if executor.alive else "the thread that drives the disk has ended"
@@ -407,14 +480,14 @@ class SsdTier(Tier):
         """
         records = sum(blocks * family.shards for family, blocks in loads)
         size = sum(blocks * family.shards * family.length for family, blocks in loads)
-        ahead = self.parts.transfers.reads + max(0, waiting - records)
-        return self.parts.rate.estimate_s(size, ahead)
+        ahead = self.transfers.reads + max(0, waiting - records)
+        return self.rate.estimate_s(size, ahead)
 
     def places(self, family: BlockSpec, keys: list[bytes]) -> list[tuple[Path, int] | None]:
         """Return the file of each block and the offset of its first shard's payload there; None for
         absent blocks. The next turn of the loop may move a block.
         """
-        index, log = self.parts.index, self.parts.log
+        index, log = self.index, self.log
         good, entries = index.present(family, keys)
         found: list[tuple[Path, int] | None] = [None] * len(keys)
         for row in np.flatnonzero(good).tolist():
@@ -425,43 +498,42 @@ class SsdTier(Tier):
 
     def allocated_bytes(self) -> dict[str, int]:
         """Return the bytes of each directory by its file system's count. Waits for the disk."""
-        directories = [log_dir.directory for log_dir in self.parts.log.log_dirs]
-        return {str(each.path): each.allocated_bytes() for each in directories}
+        paths = [directory.path for directory in self.log.directories]
+        return {str(path): self._files.allocated_bytes(path) for path in paths}
 
     def figures(self) -> TierFigures:
         """Return the tier's current figures at a cost that does not depend on its content."""
-        parts, now = self.parts, self.parts.clock()
-        recovered = parts.counts["recovered_segments"] + parts.counts["segments_lost"]
+        now = self._clock()
+        recovered = self.counts["recovered_segments"] + self.counts["segments_lost"]
         unusable = [
             DirectoryFigures(str(place.path), place.capacity_bytes, 0, {}, [UNUSABLE], [reason])
-            for place, reason in parts.failed_places.items()
+            for place, reason in self.failed_places.items()
         ]
         return TierFigures(
-            interface=parts.interface,
+            interface=self.interface,
             interface_broken=self.broken,
             directories=[
-                *(self._directory(log_dir, now) for log_dir in parts.log.log_dirs),
+                *(self._directory(directory, now) for directory in self.log.directories),
                 *unusable,
             ],
             tenants=self._tenants(),
             blocks=self.blocks,
-            live_bytes=parts.index.live_bytes,
+            live_bytes=self.index.live_bytes,
             recovering=self.recovering,
             files_found=self._files_found,
             files_recovered=min(recovered, self._files_found),
-            locked_files=parts.restorer.locked,
-            queued_reads=parts.transfers.reads,
-            queued_writes=parts.transfers.writes,
-            running_requests=len(parts.executor.running),
-            read_latency_s=parts.rate.latency_s,
-            read_bytes_per_s=parts.rate.bytes_per_s,
+            locked_files=self.restorer.locked,
+            queued_reads=self.transfers.reads,
+            queued_writes=self.transfers.writes,
+            running_requests=len(self.executor.running),
+            read_latency_s=self.rate.latency_s,
+            read_bytes_per_s=self.rate.bytes_per_s,
             budget_left_bytes=None if self._budget.unbounded else self._budget.left(now),
-            counters=dict(parts.counts.values),
-            io_seconds={"read": parts.rate.seconds[True], "write": parts.rate.seconds[False]},
+            counters=dict(self.counts.values),
+            io_seconds={"read": self.rate.seconds[True], "write": self.rate.seconds[False]},
         )
 
-    def _directory(self, log_dir: LogDirectory, now: float) -> DirectoryFigures:
-        directory = log_dir.directory
+    def _directory(self, directory: Directory, now: float) -> DirectoryFigures:
         states = {str(state.value): 0 for state in SegmentState}
         for segment in directory.segments:
             states[segment.state.value] += 1
@@ -477,42 +549,41 @@ class SsdTier(Tier):
 
     def problems(self) -> dict[Kind, str]:
         """Return all current problems: one sentence for people for each kind."""
-        now = self.parts.clock()
-        failed = self.parts.failed_places
+        now = self._clock()
+        failed = self.failed_places
         found = {Kind(str(place.path), UNUSABLE): reason for place, reason in failed.items()}
-        for log_dir in self.parts.log.log_dirs:
-            found |= log_dir.directory.health.by_kind(now)
+        for directory in self.log.directories:
+            found |= directory.health.by_kind(now)
         if broken := self.broken:
             found[Kind("", INTERFACE)] = broken
         return found
 
     def check(self) -> None:
         """Raise ValueError unless index, segments and requests agree (tests, ``/debug/books``)."""
-        parts = self.parts
-        parts.index.check()
-        for number in parts.index.segments:
-            if number not in parts.log.segments:
+        self.index.check()
+        for number in self.index.segments:
+            if number not in self.log.segments:
                 raise ValueError(f"segment {number} has rows but no file")
-        reads = sum(segment.reads for segment in parts.log.segments.values())
-        if reads != parts.transfers.reads:
-            raise ValueError(f"{reads} reads by segments, {parts.transfers.reads} in all")
-        if self._tasks or parts.reclaimer.busy:
+        reads = sum(segment.reads for segment in self.log.segments.values())
+        if reads != self.transfers.reads:
+            raise ValueError(f"{reads} reads by segments, {self.transfers.reads} in all")
+        if self._tasks or self.reclaimer.busy:
             return
-        missing = parts.pages.lent + parts.transfers.unread_pages
-        if missing or reads or parts.transfers.writes:
+        missing = self.pages.lent + self.transfers.unread.lent
+        if missing or reads or self.transfers.writes:
             raise ValueError(f"idle, but {missing} header pages and {reads} reads are out")
 
     # -- the end -----------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
-        self.parts.log.draining = True
+        self.log.draining = True
         end = self._clock() + deadline_s
         poll = select.poll()
         poll.register(self.event_fd, select.POLLIN)
         while True:
             self._completions = self.poll()
-            writing = any(segment.writes for segment in self.parts.log.segments.values())
-            if not self._tasks and not self.parts.reclaimer.busy and not writing:
+            writing = any(segment.writes for segment in self.log.segments.values())
+            if not self._tasks and not self.reclaimer.busy and not writing:
                 return True
             if self._clock() >= end:
                 return False
@@ -522,22 +593,34 @@ class SsdTier(Tier):
         if self._closed:
             return
         self._closed = True
-        self.parts.log.draining = True
+        self.log.draining = True
         end = time.monotonic() + deadline_s
-        parts: list[Callable[[float], bool]] = [
-            self.parts.executor.stop,
-            self.parts.restorer.stop,
+        ends: list[Callable[[float], bool]] = [
+            self.executor.stop,
+            self.restorer.stop,
         ]
-        parts += [log_dir.file_worker.stop for log_dir in self.parts.log.log_dirs]
-        stopped = [part(max(0.05, end - time.monotonic())) for part in parts]
+        ends += [directory.file_worker.stop for directory in self.log.directories]
+        stopped = [end_part(max(0.05, end - time.monotonic())) for end_part in ends]
         if not all(stopped):
             # The kernel still uses our descriptors and memory: they must stay as they are.
             _abandoned.append(self)
             return
-        for log_dir in self.parts.log.log_dirs:
-            log_dir.file_worker.poll()  # closes files that were made meanwhile, too
-            log_dir.directory.close()
-        self.parts.executor.close()
+        for directory in self.log.directories:
+            directory.file_worker.poll()  # closes files that were made meanwhile, too
+            directory.close()
+        self.executor.close()
+        os.close(self.event_fd)
+
+
+def _open_queue(
+    settings: SsdSettings, environment: Environment
+) -> tuple[DiskQueue, list[ProbeResult]]:
+    if environment.queue is not None:
+        return environment.queue, []
+    name, probe_results = choose(settings.interface, settings.depth)
+    queue = open_queue(name, settings.depth)
+    wrap = environment.wrap_queue
+    return (wrap(queue) if wrap else queue), probe_results
 
 
 def _counted(counts: Counts, what: str, refusal: Throttled, blocks: int) -> Throttled:

@@ -117,7 +117,7 @@ read.
 class _Run:
     """Neighbouring records in flight: ``records`` (n * shards,), ``owners`` the batch's row of
     each, ``pages`` the header page of each, ``pieces`` two pieces of memory each, ``checks`` one
-    each if stores are verified. ``jobs`` counts the requests, ``writes`` those that have not ended.
+    each. ``jobs`` counts the requests, ``writes`` those that have not ended.
     """
 
     task: Task
@@ -151,12 +151,7 @@ class Transfers:
         self.reads = 0
         self.writes = 0
         self._ended: list[_Run] = []
-        self._unread = HeaderPages(_UNREAD_PAGES)
-
-    @property
-    def unread_pages(self) -> int:
-        """Pages in use for headers between payloads that are being read."""
-        return _UNREAD_PAGES - self._unread.free
+        self.unread = HeaderPages(_UNREAD_PAGES)
 
     # -- stores ------------------------------------------------------------------------------------
 
@@ -205,9 +200,8 @@ class Transfers:
         for page, sum_, region, offset in zip(run.pages, sums, regions, offsets, strict=True):
             header = self._pages.address(page)
             run.pieces += ((header, PAGE_BYTES), (self._bases[region] + offset, padded))
-            if self._settings.verify_stores:
-                view = self._views[region][offset : offset + length]
-                run.checks.append((view, bytes(sum_)))
+            view = self._views[region][offset : offset + length]
+            run.checks.append((view, bytes(sum_)))
 
     def _write(self, run: _Run, span: tuple[int, int], record_bytes: int) -> Job:
         first, end = span
@@ -318,9 +312,8 @@ class Transfers:
         batch = task.batch
         shards = batch.family.shards
         found = self._index.rows(entries, shards).reshape(-1)
-        owners, numbers = rows.tolist(), (entries >> 32).tolist()
-        if shards > 1:
-            owners, numbers = _each(owners, shards), _each(numbers, shards)
+        owners = np.repeat(rows, shards).tolist()
+        numbers = np.repeat(entries >> 32, shards).tolist()
         # Convert whole columns to plain numbers at once: a conversion for each row would cost half
         # as much as the row's other work.
         places = batch.places[rows].reshape(-1)
@@ -334,7 +327,7 @@ class Transfers:
         enough = len(numbers) // max(1, self._settings.depth // 2)
         most = max(1, min(self._together(step), enough))
         spans: list[_Span] = []
-        at, next_position, room, unread = -1, -1, 0, self._unread.free
+        at, next_position, room, unread = -1, -1, 0, self.unread.free
         for number, record in zip(numbers, records, strict=True):
             if number == at and record[1] == next_position and room and unread:
                 spans[-1][1].append(record)
@@ -366,12 +359,12 @@ class Transfers:
         segment = self._log.segments[number]
         segment.reads += len(records)
         self.reads += len(records)
-        pages = self._unread.lend(len(records) - 1)
+        pages = self.unread.lend(len(records) - 1)
         pieces: list[tuple[int, int]] = []
         checks: list[Check] = []
         for _, _, sum_, region, offset in records:
             if pieces:
-                pieces.append((self._unread.address(pages[len(checks) - 1]), PAGE_BYTES))
+                pieces.append((self.unread.address(pages[len(checks) - 1]), PAGE_BYTES))
             pieces.append((self._bases[region] + offset, padded))
             checks.append((self._views[region][offset : offset + length], bytes(sum_)))
         return Job(
@@ -389,7 +382,7 @@ class Transfers:
     def _read(self, job: Job, task: Task, span: _Span, pages: list[int]) -> None:
         task.jobs.discard(job)
         if pages:
-            self._unread.give(pages)
+            self.unread.give(pages)
         number, records = span
         self.reads -= len(records)
         segment = self._log.segments[number]
@@ -432,7 +425,3 @@ class Transfers:
         entry = int(self._index.find(family.namespace, family.group, [key])[0])
         if entry >= 0 and entry >> 32 == number:
             self._index.unbind(family.namespace, family.group, [key])
-
-
-def _each(numbers: list[int], times: int) -> list[int]:
-    return [number for number in numbers for _ in range(times)]

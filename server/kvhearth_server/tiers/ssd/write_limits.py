@@ -1,37 +1,14 @@
-"""Limits on writes to the drives: admission policies and the daily byte budget. Pure."""
+"""Limits on writes to the drives: an admission policy and the daily byte budget. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from kvhearth.model import Bools
 from kvhearth_server.tiers.base import Counts
-
-
-class Admission(Protocol):
-    """Policy that decides once for each block that might be stored."""
-
-    def admit(self, namespace: bytes, group: int, keys: Sequence[bytes], length: int) -> Bools:
-        """Return which blocks with shards of ``length`` bytes are admitted, shape (n,)."""
-
-
-class AdmitAll:
-    """Admits every block within bounds of size.
-
-    Args:
-        length_min, length_max: bytes of a shard; ``length_max`` 0 stands for no bound.
-    """
-
-    def __init__(self, length_min: int = 0, length_max: int = 0) -> None:
-        self._min, self._max = length_min, length_max
-
-    def admit(self, namespace: bytes, group: int, keys: Sequence[bytes], length: int) -> Bools:
-        good = length >= self._min and (not self._max or length <= self._max)
-        return np.full(len(keys), good)
 
 
 class SeenTwice:
@@ -42,17 +19,16 @@ class SeenTwice:
     the younger set is full, the older one is forgotten.
     """
 
-    def __init__(self, remembered: int = 1 << 18, rule: Admission | None = None) -> None:
+    def __init__(self, remembered: int = 1 << 18) -> None:
         self._size = max(1, remembered)
         self._young: set[int] = set()
         self._old: set[int] = set()
-        self._rule = rule or AdmitAll()
 
-    def admit(self, namespace: bytes, group: int, keys: Sequence[bytes], length: int) -> Bools:
-        good = self._rule.admit(namespace, group, keys, length)
-        family = (namespace, group)
-        for row in np.flatnonzero(good).tolist():
-            name = hash((family, keys[row]))
+    def admit(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> Bools:
+        """Decide once for each block that might be stored; return which are admitted, (n,)."""
+        good = np.zeros(len(keys), np.bool_)
+        for row, key in enumerate(keys):
+            name = hash((namespace, group, key))
             good[row] = name in self._young or name in self._old
             self._remember(name)
         return good
@@ -67,20 +43,17 @@ DAY_S = 86400.0
 
 
 class WriteBudget:
-    """A bucket that fills at ``bytes_per_day`` and holds ``burst_bytes``.
+    """A bucket that fills at ``bytes_per_day`` and holds the bytes of an hour.
 
     All written bytes are spent, including writes that cannot be refused: these can put the bucket
     into debt, and writes that can be refused wait until the debt is paid. The bucket starts a tenth
     full, so that repeated restarts write hardly more. Zero bytes a day stand for no bound.
     """
 
-    def __init__(self, bytes_per_day: int, now: float, *, burst_bytes: int = 0) -> None:
-        if bytes_per_day < 0 or burst_bytes < 0:
-            raise ValueError("a budget is not negative")
-        self._rate = bytes_per_day / DAY_S
-        self._size = float(burst_bytes or bytes_per_day // 24)
-        self._level = self._size / 10
+    def __init__(self, bytes_per_day: int, now: float) -> None:
+        self._rate = self._size = self._level = 0.0
         self._at = now
+        self.use(bytes_per_day, now)
 
     @property
     def unbounded(self) -> bool:
@@ -117,9 +90,9 @@ class WriteBudget:
         self._level -= taken * size
         return taken
 
-    def has(self, size: int, now: float, *, debt: int = 0) -> bool:
-        """Whether ``size`` bytes can be spent without owing more than ``debt`` bytes."""
-        return self.unbounded or self.left(now) - size >= -debt
+    def has(self, size: int, now: float) -> bool:
+        """Whether ``size`` bytes can be spent without debt."""
+        return self.unbounded or self.left(now) >= size
 
     def left(self, now: float) -> int:
         """Return the bytes available now; negative for debt."""
@@ -158,4 +131,4 @@ class Wear:
         They may leave a debt of ``share_bytes``, which new blocks pay: new blocks spend the whole
         income of the budget, and without a debt no hot block would ever be kept.
         """
-        return self.budget.unbounded or self.budget.has(0, self._clock(), debt=share_bytes)
+        return self.budget.unbounded or self.budget.left(self._clock()) >= -share_bytes

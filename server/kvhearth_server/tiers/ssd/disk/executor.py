@@ -121,10 +121,9 @@ class ChecksumPool:
     Args:
         then: called on one of the threads, with each job.
         threads: number of threads; see ``SsdSettings.sum_threads``.
-        name: part of the threads' names.
     """
 
-    def __init__(self, then: Callable[[Job], None], threads: int, name: str) -> None:
+    def __init__(self, then: Callable[[Job], None], threads: int) -> None:
         self._then = then
         self._reads: deque[Job] = deque()
         self._writes: deque[Job] = deque()
@@ -132,7 +131,7 @@ class ChecksumPool:
         self._idle = threads
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, name=f"kvhearth-{name}-sums-{index}", daemon=True)
+            threading.Thread(target=self._run, name=f"kvhearth-ssd-sums-{index}", daemon=True)
             for index in range(threads)
         ]
         for thread in self._threads:
@@ -212,12 +211,12 @@ class IoExecutor:
     def __init__(
         self,
         queue: DiskQueue,
+        event_fd: int,
         *,
         sum_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
-        name: str = "ssd",
     ) -> None:
-        self.event_fd = make_event()
+        self.event_fd = event_fd
         self._queue = queue
         self._clock = clock
         self._reads: deque[Job] = deque()
@@ -235,8 +234,8 @@ class IoExecutor:
         self._stop = False
         self.broken = ""
         self._telling = threading.Lock()
-        self._checkers = ChecksumPool(self._verified, sum_threads, name)
-        self._thread = threading.Thread(target=self._run, name=f"kvhearth-{name}", daemon=True)
+        self._checkers = ChecksumPool(self._verified, sum_threads)
+        self._thread = threading.Thread(target=self._run, name="kvhearth-ssd", daemon=True)
         self._thread.start()
 
     # -- the loop's side ---------------------------------------------------------------------------
@@ -461,10 +460,9 @@ class IoExecutor:
         signal_event(self.event_fd)
 
     def close(self) -> None:
-        """Close the queue and the descriptors; only after ``stop`` returned true."""
+        """Close the queue; only after ``stop`` returned true."""
         self._queue.close()
         os.close(self._wake)
-        os.close(self.event_fd)
 
 
 _START_BYTES_PER_S = 1e9

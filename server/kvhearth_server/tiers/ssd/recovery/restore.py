@@ -9,10 +9,11 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
-from kvhearth.model import U8, U32, Bools, Records
+from kvhearth.model import U32, Bools, Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.disk.queues import signal_event
@@ -20,12 +21,13 @@ from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
     Doubt,
+    Footer,
     SegmentHead,
     doubts_of,
-    footer_count,
+    footer_lines,
+    footer_of,
     footer_pages,
-    footer_said,
-    parse_footer,
+    parse_footer_page,
     parse_segment_page,
 )
 from kvhearth_server.tiers.ssd.index import SsdIndex
@@ -35,7 +37,7 @@ from kvhearth_server.tiers.ssd.recovery.scanner import (
     Reader,
     Recovered,
     RecoveredChunk,
-    scan,
+    Scan,
     whole_blocks,
     youngest_life,
 )
@@ -61,7 +63,6 @@ class Recovery:
         files: Files,
         event_fd: int,
     ) -> None:
-        self.total = len(segments)
         self.read = 0
         self.youngest: int | None = None
         self._segments = segments
@@ -192,7 +193,8 @@ def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[
         found.doubts[Doubt.TRUNCATED] += 1
     foreign = _foreign(segment, reader, head)
     long = facts.st_size > wanted and taken > segment_cost_bytes(wanted)
-    if foreign or long or _other_size(head, wanted):
+    other_size = isinstance(head, SegmentHead) and head.segment_bytes != wanted
+    if foreign or long or other_size:
         found.doubts[Doubt.FOREIGN if foreign else Doubt.OUTSIZED] += 1
         found.foreign, found.empty = foreign, True
         return
@@ -208,14 +210,9 @@ def _read(segment: Segment, reader: Reader, found: Recovered, stopped: Callable[
     if lines is None:
         # A file that was made longer is not read to its end: nothing behind its proper size is
         # ours.
-        scan(segment, reader, found, min(facts.st_size, wanted), stopped)
+        Scan(reader, found, min(facts.st_size, wanted)).run(stopped)
         return
-    found.sealed = True
     found.records = _believed(lines, found.head, wanted, found.doubts)
-
-
-def _other_size(head: SegmentHead | Doubt, wanted: int) -> bool:
-    return isinstance(head, SegmentHead) and head.segment_bytes != wanted
 
 
 def _foreign(segment: Segment, reader: Reader, head: SegmentHead | Doubt) -> bool:
@@ -232,7 +229,8 @@ def _footer_said(segment: Segment, reader: Reader) -> SegmentHead | None:
     if last < 1:
         return None
     page = reader.lend(segment.fd, last * PAGE_BYTES, PAGE_BYTES)
-    return footer_said(page) if len(page) == PAGE_BYTES else None
+    footer = parse_footer_page(page) if len(page) == PAGE_BYTES else None
+    return footer.head if isinstance(footer, Footer) else None
 
 
 def _unused(segment: Segment, reader: Reader) -> bool:
@@ -267,29 +265,21 @@ def _footer(segment: Segment, reader: Reader, found: Recovered) -> Records | Non
     tail = reader.lend(segment.fd, max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
     if len(tail) < PAGE_BYTES:
         return None
-    head = found.head
-    if not head.sequence:
-        head = _head_of_footer(tail[-PAGE_BYTES:], head)
-    answer = footer_count(tail[-PAGE_BYTES:], head)
-    if answer is None or isinstance(answer, Doubt):
-        if answer is not None:
-            found.doubts[answer] += 1
+    footer = footer_of(tail[-PAGE_BYTES:], found.head)
+    if not isinstance(footer, Footer):
+        if footer is not None:
+            found.doubts[footer] += 1
         return None
-    count, end = answer
-    need = footer_pages(count) * PAGE_BYTES
+    need = footer_pages(footer.count) * PAGE_BYTES
     if need > len(tail):
         tail = reader.lend(segment.fd, size - need, need)
-    lines = parse_footer(tail, count) if len(tail) >= need else None
+    lines = footer_lines(tail, footer) if len(tail) >= need else None
     if lines is None:
         found.doubts[Doubt.DAMAGED] += 1
         return None
-    found.head, found.end = head, end
+    found.head = replace(found.head, sequence=footer.head.sequence)
+    found.end = footer.end
     return lines
-
-
-def _head_of_footer(page: U8, head: SegmentHead) -> SegmentHead:
-    sequence = int(page[16:24].view("<u8")[0])
-    return SegmentHead(head.log_id, sequence, head.segment_bytes, 0)
 
 
 def _believed(lines: Records, head: SegmentHead, end_bytes: int, doubts: Counter[Doubt]) -> Records:
@@ -305,9 +295,6 @@ def _believed(lines: Records, head: SegmentHead, end_bytes: int, doubts: Counter
 _BLOCKS_A_TURN = 2048
 _RETRY_S = 0.5
 
-Progress = Callable[[int, int], None]
-"""Callback with (segments read, segments in all)."""
-
 
 class Restorer:
     """Turns the list of segment files into an index of all believed blocks."""
@@ -321,11 +308,9 @@ class Restorer:
         *,
         files: Files,
         event_fd: int,
-        on_progress: Progress | None,
     ) -> None:
         self._index, self._log, self._counts = index, log, counts
         self._files, self._event_fd = files, event_fd
-        self._on_progress = on_progress
         self._recovery: Recovery | None = self._recover(segments)
         self._current: Recovered | None = None
         self._at = 0
@@ -348,7 +333,6 @@ class Restorer:
             self._current = self._recovery.take()
             if self._current is not None:
                 self._begin(self._current)
-                self._report()
         if self._current is not None:
             self._go_on(self._current)
             self._let_write()
@@ -388,10 +372,6 @@ class Restorer:
     def stop(self, deadline_s: float) -> bool:
         """Give up; false if a read hangs."""
         return self._recovery is None or self._recovery.stop(deadline_s)
-
-    def _report(self) -> None:
-        if self._on_progress is not None and self._recovery is not None and self.recovering:
-            self._on_progress(self._recovery.read, self._recovery.total)
 
     def _begin(self, found: Recovered) -> None:
         for reason, count in found.doubts.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from kvhearth_server.tiers.ssd.format import (
     RECORD_MAGIC,
     Doubt,
     SegmentHead,
+    crc_good,
     doubts_of,
     pages_of,
     record_pages,
@@ -58,7 +58,6 @@ class Recovered:
         records: believed headers of whole blocks, in the order of their places. For a segment with
             a footer they lie in the reader's memory.
         chunks: the same for the index; set by ``sort_out``.
-        sealed: it had its footer.
         resume: it can be appended to at ``end``; otherwise it is closed permanently.
         empty: it holds nothing of this log.
         foreign: it belongs to another log and is left alone.
@@ -72,7 +71,6 @@ class Recovered:
     records: Records = field(default_factory=lambda: np.zeros(0, RECORD_DTYPE))
     chunks: list[RecoveredChunk] = field(default_factory=list)
     end: int = 1
-    sealed: bool = False
     resume: bool = False
     empty: bool = False
     foreign: bool = False
@@ -201,7 +199,7 @@ class _Window:
         places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
         rows = self.rows[places]
         doubts: list[Doubt | None] = [None] * len(rows)
-        whole = np.array(_whole(rows), np.bool_)
+        whole = crc_good(rows)
         ours = rows["log_id"] == head.log_id
         late = rows["segment_sequence"] >= head.sequence
         right = rows["position"] == self.first + places
@@ -220,7 +218,7 @@ class _Window:
         """Return the greatest segment sequence of an otherwise valid header; 0 for none."""
         places = np.flatnonzero(self.rows["magic"] == RECORD_MAGIC)
         rows = self.rows[places]
-        good = np.array(_whole(rows), np.bool_) & (rows["log_id"] == log_id)
+        good = crc_good(rows) & (rows["log_id"] == log_id)
         good &= rows["position"] == self.first + places
         good &= rows["segment_sequence"] <= LIVES_MAX
         return int(rows["segment_sequence"][good].max(initial=0))
@@ -230,19 +228,6 @@ class _Window:
         begin = (index + 1) * PAGE_BYTES
         payload = self._bytes[begin : begin + self.lengths[index]]
         return checksum_of(payload) == self.checksums[index]
-
-
-def scan(
-    segment: Segment,
-    reader: Reader,
-    found: Recovered,
-    size: int,
-    stopped: Callable[[], bool],
-) -> None:
-    """Find records by their headers, on any page that is not inside a believed one, and verify
-    their payloads, because the last ones may be torn. The file is read once, in large pieces.
-    """
-    _Scan(segment, reader, found, size).run(stopped)
 
 
 def youngest_life(
@@ -256,11 +241,15 @@ def youngest_life(
     return last
 
 
-class _Scan:
-    """Scan of one file of ``size`` bytes."""
+class Scan:
+    """Scan of one file of ``size`` bytes.
 
-    def __init__(self, segment: Segment, reader: Reader, found: Recovered, size: int) -> None:
-        self._segment, self._reader = segment, reader
+    Finds records by their headers, on any page that is not inside a believed one, and verifies
+    their payloads, because the last ones may be torn. The file is read once, in large pieces.
+    """
+
+    def __init__(self, reader: Reader, found: Recovered, size: int) -> None:
+        self._segment, self._reader = found.segment, reader
         self._found, self._size = found, size
         self._good: list[Records] = []
 
@@ -272,10 +261,12 @@ class _Scan:
             last = youngest_life(self._segment, self._reader, self._size, stopped)
             found.head = SegmentHead(found.head.log_id, last, found.head.segment_bytes, 0)
         page = found.end
-        while (window := self._window(page)).pages:
+        while (window := _Window(self._segment, self._reader, page, self._size)).pages:
             if stopped():
                 return
-            page = self._go_through(window)
+            good: list[int] = []
+            page = self._take(window, good)
+            self._good.append(window.rows[good])
         lines = np.concatenate([np.zeros(0, RECORD_DTYPE), *self._good])
         found.records = whole_blocks(lines, found.doubts)
         found.empty = not len(found.records)
@@ -283,17 +274,8 @@ class _Scan:
         # believed.
         found.resume = not closed and not self._segment.damaged and not found.empty
 
-    def _window(self, page: int) -> _Window:
-        return _Window(self._segment, self._reader, page, self._size)
-
-    def _go_through(self, window: _Window) -> int:
-        """Take the good records. Return the page at which the next window begins."""
-        good: list[int] = []
-        page = self._take(window, good)
-        self._good.append(window.rows[good])
-        return page
-
     def _take(self, window: _Window, good: list[int]) -> int:
+        """Take the good records. Return the page at which the next window begins."""
         found, window_end = self._found, window.first + window.pages
         end_bytes = min(self._size, found.head.segment_bytes)
         for index, doubt in window.candidates(found.head, end_bytes):
@@ -334,10 +316,3 @@ class _Scan:
             left -= step
             at += step
         return digest.digest() == wanted
-
-
-def _whole(rows: Records) -> list[bool]:
-    """Return which headers are as they were written."""
-    data, step = rows.tobytes(), RECORD_BYTES
-    crcs = enumerate(rows["crc"].tolist())
-    return [zlib.crc32(data[index * step : (index + 1) * step - 4]) == crc for index, crc in crcs]
