@@ -205,7 +205,7 @@ def looked_up(contract: Contract) -> None:
     for spec in contract.groups:
         for hit in list(found)[:2]:
             need = blocks_needed(spec, int(hit))
-            assert 0 <= need.first <= need.end <= 3
+            assert 0 <= need.start <= need.stop <= 3
 
 
 PRIMES = (1048573, 1048571, 1048559, 1048549, 1048517)

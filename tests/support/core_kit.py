@@ -23,7 +23,7 @@ from kvhearth_server.core.lookup import Found, KeysItem
 from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.reservations import CommitItem, Reserved, SlotsItem
-from kvhearth_server.core.slot_table import Geometry, State
+from kvhearth_server.core.slot_table import Geometry, SlotTable, State
 from kvhearth_server.core.state import CoreState, Limits
 
 SLOT_BYTES = 4096
@@ -32,6 +32,13 @@ KEY_BYTES = 32
 
 no_deadline = settings(deadline=None)
 """For random examples on shared machines."""
+
+
+def shards_of(table: SlotTable, head: int) -> list[int]:
+    """Return all slots of a block, in rank order."""
+    (block,) = table.blocks_of(np.array([head]))
+    slots: list[int] = block[0].tolist()
+    return slots
 
 
 def key(number: int, width: int = KEY_BYTES) -> bytes:

@@ -195,7 +195,7 @@ def fingerprint(core: Core) -> str:
     arrays = state.policies._arrays
     for column in (arrays.freq, arrays.position, arrays.entries):
         digest.update(column.tobytes())
-    plain: list[Any] = [state.sequence, state.ledger.segments, state.events.next_sequence]
+    plain: list[Any] = [state.sequence, state.books, state.events.next_sequence]
     plain += [sorted((n, g, sorted(found.items())) for n, g, found in state.index.items())]
     for pool in state.pools:
         plain += [list(pool._first.unassigned), pool.slab_used.tolist()]

@@ -9,14 +9,14 @@ import numpy as np
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError
-from kvhearth_server.core.actions import BindOne, SumOne
+from kvhearth_server.core.actions import BindOne
 from kvhearth_server.core.slot_table import State
 from support.core_kit import Rig, key
 
 
 def plain(value: Any) -> Any:
     """Convert a value to a form that can be compared with ``==``."""
-    if isinstance(value, BindOne | SumOne):
+    if isinstance(value, BindOne):
         value = value.whole()
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype.str, value.tobytes()
@@ -107,7 +107,7 @@ class Pair:
         namespace = state.namespaces.get(group.namespace)
         return (
             arrays,
-            [vars(books) for books in state.ledger.segments],
+            [vars(books) for books in state.books],
             state.counts,
             plain(state.actions),
             (state.clock, state.sequence, state.release_epoch, state.events.next_sequence),

@@ -81,6 +81,9 @@ class FakeGenerations:
         self.fd = -1
         self.array = np.zeros(count, np.uint32)
 
+    def reopen(self, _segment: int) -> int:
+        return os.open(os.devnull, os.O_RDONLY)
+
 
 @dataclass(frozen=True)
 class FakePlan:
@@ -132,13 +135,6 @@ def _count(geometry: Geometry) -> range:
     return range(len(geometry.segments))
 
 
-class FakeEngine(Engine):
-    """The engine, without the one descriptor that needs a real memfd."""
-
-    def _generations_copy(self, segment: int) -> int:
-        return os.open(os.devnull, os.O_RDONLY)
-
-
 class Shell:
     """An engine that can be killed and restarted; ``now`` is its clock."""
 
@@ -151,7 +147,7 @@ class Shell:
 
     def _start(self) -> Engine:
         self.boots += 1
-        engine = FakeEngine(
+        engine = Engine(
             self.arena,  # type: ignore[arg-type]
             self.limits,
             EngineLimits(message_bytes_max=1 << 20, drain_grace_s=0, drain_grace_no_pidfd_s=0),

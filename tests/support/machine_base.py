@@ -32,7 +32,7 @@ from kvhearth_server.core.state import CoreState, Limits
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.memory.journal import STATE_WORDS
-from support.core_kit import contract, full, key, mamba, window
+from support.core_kit import contract, full, key, mamba, shards_of, window
 from support.core_model import Block, Memory, Model, Place
 from support.core_shell import Crash, Shell, fault_hook
 
@@ -376,7 +376,7 @@ class MachineBase(RuleBasedStateMachine):
         for number, kv_group, heads in self.state.index.items():
             for each, head in heads.items():
                 block = by_head[number, kv_group, each, head]
-                assert table.shards_of(head) == block.slots
+                assert shards_of(table, head) == block.slots
                 assert block.epoch == self.state.namespaces.get(number).epoch
                 block.generations = table.generation[block.slots].tolist()
                 block.summed = block.announced = bool(table.state[head] == State.SUMMED)
@@ -438,7 +438,7 @@ class MachineBase(RuleBasedStateMachine):
             same = self.state.table.generation[one.slot] == one.generation
             if one.boot == self.shell.boots and same:
                 assert self.memory.holds(one.place, one.token), "a reader would read wrong bytes"
-        for segment, books in enumerate(self.state.ledger.segments):
+        for segment, books in enumerate(self.state.books):
             # What was held when memory ended stays; no more may be held meanwhile.
             bound, capacity = self.before.get(segment, (0, 0))
             most = HELD_FRACTION * max(books.capacity, capacity)
@@ -472,7 +472,7 @@ class MachineBase(RuleBasedStateMachine):
         assert len(self.state.index) == len(model.blocks)
         for (number, kv_group, each), block in model.blocks.items():
             head = int(self.state.index.find(number, kv_group, [each])[0])
-            assert table.shards_of(head) == block.slots
+            assert shards_of(table, head) == block.slots
             assert table.generation[block.slots].tolist() == block.generations
             summed = State.SUMMED if block.summed else State.COMMITTED
             assert (table.state[block.slots] == summed).all()
@@ -512,5 +512,5 @@ class MachineBase(RuleBasedStateMachine):
         assert not table.refs.any()
         assert not table.pins.any()
         assert len(self.state.groups) == 0
-        for books in self.state.ledger.segments:
+        for books in self.state.books:
             assert books.bound == 0

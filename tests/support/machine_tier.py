@@ -192,7 +192,7 @@ class TierMachine(RuleBasedStateMachine):
         if self.asked.get(seat):
             lease_id = data.draw(st.sampled_from(sorted(self.asked[seat])), label="asked")
             number = self.rig.group(self.seats[seat]).number
-            self.rig.tiering.cancel(number, [lease_id])
+            self.rig.tiering.promoter.cancel(number, [lease_id])
 
     @seldom
     @rule(seat=seats, back=st.booleans())
@@ -204,7 +204,7 @@ class TierMachine(RuleBasedStateMachine):
             self.held = [each for each in self.held if each[0] != seat]
             del self.leases[seat], self.asked[seat]
             self.rig.leave(session)
-            self.rig.tiering.group_ended(number)
+            self.rig.tiering.promoter.group_ended(number)
         if session is None or back:
             self._attach(seat)
 
@@ -363,7 +363,7 @@ class TierMachine(RuleBasedStateMachine):
             self.leave(seat, False)
         rig.now += 10
         rig.settle(2000)
-        assert not rig.tiering.promoting
+        assert not len(rig.core.promotions)
         assert not rig.slots_in(State.LOADING)
         assert not rig.state.table.refs.any()
         for space in rig.state.namespaces:

@@ -96,7 +96,8 @@ class WritingRules(MachineBase):
         portion: int | None = None,
     ) -> None:
         group, space = self.state.group_of(client.number), self.space(client)
-        again = group.reservations.get(numbered)
+        known = group.reservations.get(numbered)
+        again = None if known is None or known.in_doubt else list(known.handed)
         self.shrinking = space.number
         try:
             reserved = self.engine.call(
@@ -156,12 +157,12 @@ class WritingRules(MachineBase):
         group, space = self.state.group_of(client.number), self.space(client)
         spec = client.contract.groups[kv_group]
         block = self.state.slot_bytes(spec) * spec.shards
-        books = self.state.ledger.segments[group.segment]
+        books = self.state.books[group.segment]
         if reason is Reason.GROUP_INCOMPLETE:
             assert not group.complete
             return
         if reason is Reason.NOT_RESERVED:
-            assert numbered in group.pending_aborts
+            assert group.reservations[numbered].in_doubt
             return
         assert again is None
         if reason is Reason.STOCK_CAP:
@@ -431,11 +432,11 @@ class WritingRules(MachineBase):
         """
         client = self.decider(data)
         group = self.state.group_of(client.number)
-        record = group.reservations.get(numbered) or group.pending_aborts.get(numbered)
+        record = group.reservations.get(numbered)
         if record is None:
             return
         here = {c.number for c in self.clients if c.attached}
-        named = [slots for part in record for slots in part.slots.tolist()]
+        named = [slots for part in record.handed for slots in part.slots.tolist()]
         chosen = [
             held
             for held in self.model.held

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from kvhearth.model import I64, U8, U32
-from kvhearth_server.core.actions import Sum, SumOne
+from kvhearth_server.core.actions import Sum
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.removal import remove_blocks
@@ -39,7 +39,7 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.remote.mover import Get
 from kvhearth_server.tiers.remote.tier import RemoteTier
-from support.core_kit import Rig
+from support.core_kit import Rig, shards_of
 from support.mover_double import ScriptedMover
 from support.tier_doubles import DramTier
 
@@ -230,8 +230,8 @@ class TierRig(Rig):
 
     def _apply(self) -> None:
         for each in self.state.take_actions():
-            if isinstance(each, Sum | SumOne):
-                self.to_sum.append(each.whole() if isinstance(each, SumOne) else each)
+            if isinstance(each, Sum):
+                self.to_sum.append(each)
         self.counted.update(self.state.take_counts())
 
     def check(self) -> None:
@@ -250,7 +250,7 @@ class TierRig(Rig):
             length = space.contract.groups[kv_group].page_bytes
             for key, head in heads.items():
                 if table.state[head] == State.SUMMED and head not in self.spoilt:
-                    for shard, slot in enumerate(table.shards_of(head)):
+                    for shard, slot in enumerate(shards_of(table, head)):
                         wanted = content_of(space, int(table.epoch[head]), key, shard, length)
                         assert (self.view(slot, length) == wanted).all(), f"slot {slot}: {key!r}"
 
@@ -337,7 +337,7 @@ class TierRig(Rig):
         raise AssertionError(
             f"the tier does not come to rest: {writeback_queue.waiting} blocks wait, "
             f"{len(promotions)} are promoted, "
-            f"{self.tiering._promoter.waiting} are wished, {len(self.tier.under_way)} batches, "
+            f"{self.tiering.promoter.waiting} are wished, {len(self.tier.under_way)} batches, "
             f"{self.counted}"
         )
 

@@ -29,7 +29,7 @@ class World:
         self.table = self.rig.state.table
         self.group = self.rig.group(self.session)
         self.space = self.state.namespaces.get(self.group.namespace)
-        self.books = self.state.ledger.segments[0]
+        self.books = self.state.books[0]
         self.head = self.rig.head(self.session, key(0))
 
 

@@ -45,7 +45,7 @@ def test_four_times_the_arena_back_to_back() -> None:
         stored += int(rig.put(session, keys(*range(number, number + 4))).sum())
         rig.state.take_actions()
     assert stored == 128
-    assert rig.state.ledger.segments[0].free == 0
+    assert rig.state.books[0].free == 0
     assert sum(rig.present(session, keys(*range(128)))) == 32
 
 

@@ -26,6 +26,6 @@ def test_whatever_ends_a_lease_gives_its_part_of_the_bound_back() -> None:
     # A block that is removed under its readers stays held until they release it.
     rig.remove_bad(head)
     rig.check()
-    assert rig.state.ledger.segments[0].leased_slots == 8
+    assert rig.state.books[0].leased_slots == 8
     rig.leave(session)
-    assert rig.state.ledger.segments[0].leased_slots == 0
+    assert rig.state.books[0].leased_slots == 0

@@ -129,8 +129,8 @@ def test_against_trying_every_length(groups: list[tuple[GroupSpec, list[bool]]])
         assert longest_hit(cut) == tokens
         for spec, ready in groups:
             need = blocks_needed(spec, tokens)
-            assert set(range(need.first, need.end)) == needed_blocks(spec, tokens)
-            assert all(ready[need.first : need.end])
+            assert set(range(need.start, need.stop)) == needed_blocks(spec, tokens)
+            assert all(ready[need])
 
 
 # -- through the core ---------------------------------------------------------
@@ -258,7 +258,7 @@ def test_leases_end_with_their_group() -> None:
     rig.lookup(reader, keys(0, 1), lease_id=LEASE)
     rig.leave(reader, finished=False)
     assert not rig.state.table.refs.any()
-    assert rig.state.ledger.segments[0].held == 0
+    assert rig.state.books[0].held == 0
 
 
 def test_touch_and_presence_count_what_is_there() -> None:

@@ -219,7 +219,7 @@ def test_the_policies_of_a_forgotten_namespace_go_with_it() -> None:
 
 def test_a_restored_namespace_is_found_and_its_number_passed_over() -> None:
     spaces = Namespaces(count_max=8)
-    made = spaces.restore(7, "t", BASE, 3)
+    made = spaces.restore(7, "t", BASE, 3, 0, "", "")
     assert spaces.obtain("t", BASE) is made
     assert (made.number, made.epoch) == (7, 3)
     assert spaces.obtain("t", contract(revision="other")).number == 8

@@ -89,7 +89,7 @@ def test_the_cap_on_what_is_held() -> None:
         rig.pin(session, 2, keys(6, 7, 8))
     # A block that is already held costs nothing more; the rejected pin leaves nothing behind.
     rig.pin(session, 2, keys(*range(6), 6, 7))
-    assert rig.state.ledger.segments[0].held == 8 * 4096
+    assert rig.state.books[0].held == 8 * 4096
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, 60.1, math.inf, math.nan])

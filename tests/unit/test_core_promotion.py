@@ -69,9 +69,9 @@ def test_a_key_that_is_named_twice_is_called_off_once() -> None:
     rig, session = writeback_rig(20, slabs=8, queue_reads=8)  # four a turn
     rig.tier.held = True
     rig.want(session, keys(*range(5), *range(20)), lease_id=1)
-    assert rig.tiering._promoter.waiting == 16
-    rig.tiering.cancel(rig.group(session).number, [1])
-    assert rig.tiering._promoter.waiting == 0
+    assert rig.tiering.promoter.waiting == 16
+    rig.tiering.promoter.cancel(rig.group(session).number, [1])
+    assert rig.tiering.promoter.waiting == 0
     rig.tier.held = False
     rig.settle()
     assert rig.tier.submitted["load"] == 4
@@ -96,7 +96,7 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
     promotion_queue = rig.lookup(session, keys(*range(100))).promotion_queue
     for _ in range(700):
         rig.tiering.promote(promotion_queue, rig.group(session).number)
-    assert rig.tiering._promoter.waiting <= 100
+    assert rig.tiering.promoter.waiting <= 100
     rig.want(other, keys(*range(100, 104)))
     rig.want(session, keys(*range(100)))
     assert rig.count_of("promotion_failed", "queue") == 0
@@ -138,7 +138,7 @@ def test_a_cancelled_promotion_frees_its_slots_when_the_tier_is_done_with_them()
     rig, session = writeback_rig(4)
     rig.tier.held = True
     rig.want(session, keys(*range(4)), lease_id=7)
-    rig.tiering.cancel(rig.group(session).number, [7])
+    rig.tiering.promoter.cancel(rig.group(session).number, [7])
     rig.turn()
     assert rig.slots_in(State.LOADING) == 4
     rig.tier.held = False
@@ -154,7 +154,7 @@ def test_what_waits_is_cancelled_with_its_request() -> None:
     rig.want(session, keys(*range(60)), lease_id=7)
     group = rig.group(session).number
     rig.leave(session)
-    rig.tiering.group_ended(group)
+    rig.tiering.promoter.group_ended(group)
     rig.tier.held = False
     rig.settle()
     assert rig.tier.submitted["load"] == 32
@@ -170,7 +170,7 @@ def test_requesters_of_a_promotion_are_bounded() -> None:
         rig.turn()
     promotions = rig.core.promotions
     assert len(promotions._by_requester) <= REQUESTERS_MAX + 1
-    rig.tiering.cancel(rig.group(session).number, range(1, 2 * REQUESTERS_MAX))
+    rig.tiering.promoter.cancel(rig.group(session).number, range(1, 2 * REQUESTERS_MAX))
     rig.tier.held = False
     rig.settle()
     assert rig.in_memory(session, keys(0, 1)) == [True, True]

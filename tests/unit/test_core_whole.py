@@ -16,7 +16,7 @@ from support.core_pair import Pair
 from kvhearth.model import EXTENT_DTYPE, FLAG_VERIFY, unpack_bits
 from kvhearth.proto.v1 import cache_pb2
 from kvhearth_server.core import holds as holding
-from kvhearth_server.core.lookup import PrefixFastPath, PrefixHit, Presence
+from kvhearth_server.core.lookup import Found, PrefixFastPath, Presence
 from kvhearth_server.core.slot_rings import FREQ_MAX, PolicyArrays
 from kvhearth_server.core.slot_table import Pick, ascending, numbers
 from kvhearth_server.core.state import CoreState
@@ -62,12 +62,12 @@ def test_both_ways_are_one(steps: list[tuple[Any, ...]], held: float) -> None:
         pair.do(step)
 
 
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[PrefixHit | None]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Found | None]:
     """Records every result of the fast path from now on."""
-    answers: list[PrefixHit | None] = []
+    answers: list[Found | None] = []
     lookup = PrefixFastPath.lookup
 
-    def note(self: PrefixFastPath, *args: Any) -> PrefixHit | None:
+    def note(self: PrefixFastPath, *args: Any) -> Found | None:
         answers.append(lookup(self, *args))
         return answers[-1]
 
@@ -150,7 +150,7 @@ def test_pins_and_readers_of_removed_blocks_keep_the_books(
     rig = Rig(1)
     session = rig.attach()
     rig.put(session, keys(1, 2, 3))
-    books, head = rig.state.ledger.segments[0], rig.head(session, key(2))
+    books, head = rig.state.books[0], rig.head(session, key(2))
     rig.pin(session, 7, keys(2))
     for lease_id in (5, 6):
         rig.lookup(session, keys(1, 2, 3), lease_id=lease_id)

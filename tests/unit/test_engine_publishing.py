@@ -277,7 +277,7 @@ def test_a_dead_remote_leaves_lookups_as_they_are() -> None:
 def leave(rig: TierRig, session: int, named: list[bytes]) -> None:
     """Have the SSD offer hot blocks and drop them at its next step, as when it needs the room."""
     space = rig.space(session)
-    rig.tier.offers.append(Offer(rig.tiering.family(space, 0), named))
+    rig.tier.offers.append(Offer(rig.tiering.names.family(space, 0), named))
     rig.turn(2)  # a read that has begun ends
     rig.tier.evict(named)
     rest(rig)
@@ -317,12 +317,12 @@ def test_hot_blocks_are_left_out_rather_than_waited_for(why: str) -> None:
     rig.turn()
     if why == "busy":
         rig.tier.held = True
-        offer = Offer(rig.tiering.family(rig.space(session), 0), keys(0, 1))
+        offer = Offer(rig.tiering.names.family(rig.space(session), 0), keys(0, 1))
         rig.tier.offers.append(offer)
         rig.turn()
     if why == "refused":
         mover.refusal = Throttled("queue")  # type: ignore[arg-type]
-    offer = Offer(rig.tiering.family(rig.space(session), 0), keys(2, 3))
+    offer = Offer(rig.tiering.names.family(rig.space(session), 0), keys(2, 3))
     if why == "gone":
         rig.tier.lose(keys(2, 3))
     rig.tier.offers.append(offer)
@@ -340,7 +340,7 @@ def test_what_the_ssd_drops_of_old_weights_stays_off_the_remote() -> None:
     session, mover = rig.attach(), rig.mover
     rig.save(session, keys(0, 1))
     rig.drop(session, keys(0, 1))
-    family = rig.tiering.family(rig.space(session), 0)
+    family = rig.tiering.names.family(rig.space(session), 0)
     rig.call(rig.core.bump_epoch, session, rig.epoch(session), label="step 2")
     rig.tier.offers.append(Offer(family, keys(0, 1)))
     rig.turn(4)

@@ -250,10 +250,10 @@ def test_wishes_that_wait_are_bounded() -> None:
     promotion_queue = rig.lookup(session, keys(*range(600))).promotion_queue
     for lease_id in range(1, 200):
         rig.tiering.promote(promotion_queue, rig.group(session).number, lease_id)
-    assert rig.tiering._promoter.waiting <= 1 << 16
+    assert rig.tiering.promoter.waiting <= 1 << 16
     assert rig.count_of("promotion_failed", "queue") > 0
-    rig.tiering.group_ended(rig.group(session).number)
-    assert rig.tiering._promoter.waiting == 0
+    rig.tiering.promoter.group_ended(rig.group(session).number)
+    assert rig.tiering.promoter.waiting == 0
     rig.tier.held = False
     rig.settle()
 
@@ -272,7 +272,7 @@ def test_evictions_of_unknown_names_are_nobody_s() -> None:
     assert rig.count_of("checksum_failures", "ssd") == 1, "wrong bytes are counted all the same"
 
 
-def test_a_number_that_another_namespace_has_by_now_is_not_taken_for_it() -> None:
+def test_a_name_of_a_forgotten_namespace_is_nobody_s() -> None:
     rig = TierRig(namespaces_max=1)
     first = rig.attach()
     rig.save(first, keys(1))
@@ -281,8 +281,7 @@ def test_a_number_that_another_namespace_has_by_now_is_not_taken_for_it() -> Non
     rig.leave(first)
     second = rig.attach(contract(full(), revision="other"), engine_id="other")
     rig.save(second, keys(1))
-    rig.tiering._names._numbers[name] = rig.group(second).namespace
-    assert rig.tiering._names.namespace(name) is None
+    assert rig.tiering.names.namespace(name) is None
 
 
 def test_events_tell_what_is_on_no_tier_any_more() -> None:

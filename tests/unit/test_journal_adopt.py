@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from support.core_kit import contract, full, key, keys, sums_of, window
+from support.core_kit import contract, full, key, keys, shards_of, sums_of, window
 from support.core_shell import Crash, FakeFile, Shell, fault_hook
 
 from kvhearth.contract import Contract
@@ -130,7 +130,7 @@ def test_everything_comes_back() -> None:
     table = core.state.table
     assert {group: desk.found(group) for group in (0, 1)} == before
     for block in [*slots, *more, *wide]:
-        assert table.shards_of(int(block[0])) == block.tolist()
+        assert shards_of(table, int(block[0])) == block.tolist()
     every = np.concatenate([slots.reshape(-1), more.reshape(-1), wide.reshape(-1)])
     assert (table.state[every] == State.SUMMED).all()
     assert (table.flags[every] == FLAG_VERIFY).all()
@@ -231,7 +231,7 @@ def test_both_tenants_come_back_in_their_own_segments() -> None:
     desk.attach()
     desk.put(keys(0, 1))
     core = desk.restart()
-    assert [books.committed for books in core.state.ledger.segments] == [4096, 8192]
+    assert [books.committed for books in core.state.books] == [4096, 8192]
     assert len(desk.found(number=1)) == 1
     assert len(desk.found(number=2)) == 2
 
@@ -415,7 +415,7 @@ def test_shards_of_two_commits_do_not_make_a_block() -> None:
     core = desk.restart()
     assert desk.found() == {}
     assert desk.dropped() == {"incomplete": 4}
-    assert core.state.ledger.segments[0].committed == 0
+    assert core.state.books[0].committed == 0
 
 
 def test_shards_with_different_keys_do_not_make_a_block() -> None:
@@ -502,13 +502,13 @@ def test_a_daemon_that_dies_in_a_commit(points: int, summed: bool) -> None:
     assert set(keys(0, 1)) <= set(found) <= set(keys(0, 1, 2, 3, 4))
     assert died or set(found) == set(keys(0, 1, 2, 3, 4))
     table = core.state.table
-    kept = {slot for head in found.values() for slot in table.shards_of(head)}
+    kept = {slot for head in found.values() for slot in shards_of(table, head)}
     for slot in slots.reshape(-1).tolist():
         # A slot belongs to a block, may still be written by the dead daemon's clients, or is free.
         expected = (State.QUARANTINED, State.FREE)
         assert slot in kept or table.state[slot] in expected
     for head in found.values():
-        assert len(table.shards_of(head)) == 2
+        assert len(shards_of(table, head)) == 2
 
 
 @pytest.mark.parametrize("points", range(4))

@@ -78,8 +78,7 @@ class Summed:
     slots: I64
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """Compute checksums of slots off the loop and report them to ``Writing.summed``.
 
     Arrays have shape (n, shards).
@@ -87,17 +86,6 @@ class Sum:
 
     slots: I64
     generations: U32
-
-
-class SumOne(NamedTuple):
-    """``Sum`` for one block of one slot, in plain numbers."""
-
-    slot: int
-    generation: int
-
-    def whole(self) -> Sum:
-        """Convert to the general action."""
-        return Sum(np.array([[self.slot]], np.int64), np.array([[self.generation]], np.uint32))
 
 
 @dataclass(frozen=True)
@@ -108,12 +96,7 @@ class SlabSized:
     slot_bytes: int
 
 
-@dataclass(frozen=True)
-class Catalogue:
-    """Make namespaces and groups durable."""
-
-
-Action = Mark | Bind | BindOne | Summed | Sum | SumOne | SlabSized | Catalogue
+Action = Mark | Bind | BindOne | Summed | Sum | SlabSized
 
 
 class EventKind(enum.StrEnum):

@@ -119,7 +119,7 @@ def _restore_blocks(state: CoreState, part: AdoptedBlocks) -> None:
     table.state[part.slots] = np.where(part.summed, State.SUMMED, State.COMMITTED)[:, None]
     table.flags[every] = FLAG_VERIFY
     segment = state.segment_of[namespace.tenant]
-    namespace.used_bytes += state.ledger.committed(segment, every, +1)
+    namespace.used_bytes += state.book(segment, "committed", every, +1)
     namespace.blocks += len(heads)
     state.index.bind(part.namespace, part.kv_group, part.keys, heads)
     state.chains.link_many(heads, part.parents)
@@ -135,7 +135,7 @@ def _restore_held(state: CoreState, group: Group, slots: I64) -> None:
     table = state.table
     table.state[slots] = State.QUARANTINED
     table.owner[slots] = group.number
-    size = state.ledger.quarantined(group.segment, slots, +1)
+    size = state.book(group.segment, "quarantined", slots, +1)
     group.quarantined_bytes += size
     group.handed.append(slots)
     group.handed_count += len(slots)

@@ -176,7 +176,7 @@ def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
     groups = [group for group in state.groups if group.segment == segment]
     leased = [group.leases.all_slots().astype(np.int64) for group in groups]
     leased += holders.writeback.held(segment) + holders.publishing.held(segment)
-    booked = state.ledger.segments[segment].leased_slots
+    booked = state.books[segment].leased_slots
     _equal(f"segment {segment} leased slots", sum(map(len, leased)), booked)
     for column, known, what in (
         (table.refs, leased, "leases"),
@@ -197,7 +197,7 @@ def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
 
 def _check_ledger(state: CoreState, holders: Holders, used: _Used) -> None:
     table, segment = state.table, used.segment
-    books = state.ledger.segments[segment]
+    books = state.books[segment]
     busy = used.bound & ((table.refs[used.rows] > 0) | (table.pins[used.rows] > 0))
     for what, mask, booked in (
         ("reserved", used.states == _RESERVED, books.reserved),
@@ -214,7 +214,7 @@ def _check_namespaces(state: CoreState, holders: Holders, used: _Used) -> None:
     table, segment = state.table, used.segment
     rows = used.rows[used.bound]
     numbers = table.namespace[rows]
-    pairs = numbers.astype(np.int64) * 256 + table.group[rows]
+    pairs = table.kinds(rows)
     slots = _tally(pairs)
     heads = _tally(pairs[table.head[rows] == 0])
     # Sums of integers, exact below 2^53 bytes.
@@ -304,12 +304,10 @@ def _check_blocks(state: CoreState, segment: int, parts: list[slice]) -> None:
     table = state.table
     rows = _rows_of(state, parts)
     heads = rows[_is_head(state, rows)]
-    pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
-    for pair in np.unique(pairs).tolist():
-        mine = heads[pairs == pair]
-        _check_pair(state, segment, pair // 256, pair % 256, mine)
+    for number, kv_group, mine in table.by_kind(heads):
+        _check_pair(state, segment, number, kv_group, mine)
         keys = state.index.keys(mine)
-        if (state.index.find(pair // 256, pair % 256, keys) != mine).any():
+        if (state.index.find(number, kv_group, keys) != mine).any():
             raise BooksError(f"slots {mine[0]}..{mine[-1]}: a key is bound to another slot")
     state.chains.check_links(heads, lambda slots: _is_head(state, slots))
 

@@ -13,7 +13,7 @@ from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import CopyState, State
-from kvhearth_server.core.state import CoreState
+from kvhearth_server.core.state import CoreState, group_spec
 
 
 class Chains(NamedTuple):
@@ -75,7 +75,7 @@ class Binder:
 
     def bind(self, group: Group, namespace: Namespace, item: CommitItem) -> Bools:
         """Apply a checked item of a group that has its slots reserved."""
-        size = self._state.ledger.unreserved(group.segment, item.slots.reshape(-1))
+        size = self._state.book(group.segment, "reserved", item.slots.reshape(-1), -1)
         group.stock_bytes -= size
         return self.place(group.segment, namespace, item)
 
@@ -108,14 +108,14 @@ class Binder:
             new_keys = keys if fresh.all() else [k for k, f in zip(keys, fresh, strict=True) if f]
             sums = None if item.checksums is None else item.checksums[fresh]
             self._fill(namespace, item.kv_group, slots, sums)
-            state.ledger.committed(segment, slots.reshape(-1), +1)
+            state.book(segment, "committed", slots.reshape(-1), +1)
             namespace.blocks += len(slots)
             state.index.bind(namespace.number, item.kv_group, new_keys, slots[:, 0])
             heads[fresh] = slots[:, 0]
             if len(new_keys) != len(keys):
                 heads = state.index.find(namespace.number, item.kv_group, keys)
             self._chain(namespace, item, heads, fresh)
-            spec = state.spec(namespace, item.kv_group)
+            spec = group_spec(namespace.contract, item.kv_group)
             state.policies.insert(
                 namespace.number, state.slot_bytes(spec), slots[::-1, 0], new_keys[::-1]
             )
@@ -210,7 +210,7 @@ class Binder:
     ) -> None:
         """Number the blocks and request the writing of their headers."""
         state = self._state
-        spec = state.spec(namespace, kv_group)
+        spec = group_spec(namespace.contract, kv_group)
         parents = state.table.parent[slots[:, 0]].astype(np.int64) - 1
         sequences = state.sequence + 1 + np.arange(len(slots), dtype=np.int64)
         state.sequence += len(slots)
@@ -234,7 +234,7 @@ class Binder:
         self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes]
     ) -> None:
         state = self._state
-        size = slots.size * state.spec(namespace, kv_group).page_bytes
+        size = slots.size * group_spec(namespace.contract, kv_group).page_bytes
         state.count("promoted_blocks", len(slots))
         state.count("promoted_bytes", size)
         state.events.append(EventKind.MOVED, namespace.number, kv_group, keys, tier="dram")
@@ -245,7 +245,9 @@ class Binder:
         state = self._state
         state.count("stored_blocks", len(slots))
         namespace.traffic.stored_blocks += len(slots)
-        state.count("stored_bytes", slots.size * state.spec(namespace, kv_group).page_bytes)
+        state.count(
+            "stored_bytes", slots.size * group_spec(namespace.contract, kv_group).page_bytes
+        )
         if summed:
             state.writeback_queue.offer(slots[:, 0])
             state.count("summed_blocks", len(slots))

@@ -11,7 +11,6 @@ import numpy as np
 
 from kvhearth.errors import Reason
 from kvhearth.model import I64, U32
-from kvhearth_server.core.actions import Catalogue
 from kvhearth_server.core.check_books import Holders, book_portions, check_books
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.lookup import Reading
@@ -82,11 +81,8 @@ class Core:
             lambda: f"{namespace.groups - 1} other engines use the namespace",
         )
         if relabel:
-            epoch = self.state.namespaces.relabel(namespace, expected, label)
-        else:
-            epoch = self.state.namespaces.bump(namespace, expected, label)
-        self.state.actions.append(Catalogue())
-        return epoch
+            return self.state.namespaces.relabel(namespace, expected, label)
+        return self.state.namespaces.bump(namespace, expected, label)
 
     def bump_namespace(
         self, digest: bytes, expected: int | None = None, label: str | None = None
@@ -102,9 +98,7 @@ class Core:
         """
         namespace = self.named(digest)
         current = namespace.epoch if expected is None else expected
-        epoch = self.state.namespaces.bump(namespace, current, label)
-        self.state.actions.append(Catalogue())
-        return epoch
+        return self.state.namespaces.bump(namespace, current, label)
 
     def evict(self, digest: bytes, keep_bytes: int, blocks_max: int | None = None) -> int:
         """Evict blocks of a namespace, coldest first, until it uses at most ``keep_bytes``.
@@ -128,7 +122,6 @@ class Core:
             KVHearthError: ``unknown_namespace``.
         """
         self.state.namespaces.drop_copies(self.named(digest))
-        self.state.actions.append(Catalogue())
 
     def withhold(self, slabs: Iterable[int]) -> None:
         """Give out no more slots of some slabs, whose memory cannot be had (yet)."""
@@ -144,15 +137,7 @@ class Core:
         own = list(slabs)
         for segment, pool in enumerate(self.state.pools):
             inside = [slab for slab in own if pool.first_slab <= slab < pool.end_slab]
-            self.state.ledger.segments[segment].capacity += sign * change(pool, inside)
-
-    def blocks_of(self, digest: bytes) -> int:
-        """Number of blocks of a namespace.
-
-        Raises:
-            KVHearthError: ``unknown_namespace``.
-        """
-        return self.named(digest).blocks
+            self.state.books[segment].capacity += sign * change(pool, inside)
 
     def named(self, digest: bytes) -> Namespace:
         """The namespace of a digest.

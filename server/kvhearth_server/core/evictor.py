@@ -34,10 +34,6 @@ and writing would never end.
 """
 
 
-class _PassedEnough(Exception):
-    """Too many blocks were passed over; an interrupted policy continues from there."""
-
-
 class _Line(NamedTuple):
     """Start of the next search for the end of a chain, and its generation at that time."""
 
@@ -68,6 +64,8 @@ class Evictor:
         self._passed = 0
         self._under_way = 0
         self._at_any_cost = False
+        self._enough = False
+        """Whether the last search for a victim ended because too many blocks were passed over."""
         self.cut_short = False
         """Whether the last call stopped at its bound, so that another one may do more."""
 
@@ -100,7 +98,7 @@ class Evictor:
                 break
         self._offer_unsaved(count)
         if self._ended and self._evicted:
-            self._state.forget_ended()
+            self._state.namespaces.forget_ended()
         return min(count, have)
 
     def _evict_ended(self, namespace: Namespace) -> None:
@@ -145,33 +143,31 @@ class Evictor:
         self.cut_short = False
         self._used_left = None if blocks_max is None else _USED_MAX
 
-    def _pass_used(self) -> None:
-        """Count a used block that a policy passed over; many of them cost as much as victims."""
-        if self._used_left is not None:
-            self._used_left -= 1
-            if self._used_left < 0:
-                self.cut_short = True
-                raise _PassedEnough
-
     def evictable(self, head: int) -> bool:
         """Whether the block is neither leased nor pinned, and need not be saved first."""
         if self._refs[head] or self._pins[head]:
             return False
         if self._writeback_queue.evictable(head) or self._at_any_cost:
             return True
-        return self._space_of[head] in self._ended or self._pass(head)
+        return self._space_of[head] in self._ended
 
-    def _pass(self, head: int) -> bool:
-        """Pass over a block that must be saved first: returns False, or raises after too many."""
-        self._writeback_queue.under_pressure = True
-        if self._state.table.copy_state.item(head) == CopyState.NOT:
-            self._unsaved.append(head)
-        else:
-            self._under_way += 1
-        self._passed += 1
-        if self._passed > _PASSED_MAX:
-            raise _PassedEnough
-        return False
+    def _pass_over(self, head: int, used: bool) -> bool:
+        """Note a block that was passed over, as it was used or is not evictable; return whether
+        enough were. Many used ones cost as much as victims.
+        """
+        if used:
+            if self._used_left is not None:
+                self._used_left -= 1
+                self.cut_short = self._enough = self._used_left < 0
+        elif not (self._refs[head] or self._pins[head]):
+            self._writeback_queue.under_pressure = True
+            if self._state.table.copy_state.item(head) == CopyState.NOT:
+                self._unsaved.append(head)
+            else:
+                self._under_way += 1
+            self._passed += 1
+            self._enough = self._passed > _PASSED_MAX
+        return self._enough
 
     def _offer_unsaved(self, wanted: int) -> None:
         """Queue blocks for write-back that would have been evicted, but have no copy any more.
@@ -216,15 +212,13 @@ class Evictor:
             if (found := cold.first()) is None:
                 break
             name, policy = found
-            try:
-                victim = self._victim(policy)
-            except _PassedEnough:
-                cold.note(name, policy)
-                break
-            if victim is None:
+            victim = self._victim(policy)
+            if victim is None and not self._enough:
                 cold.skip(name)
                 continue
             cold.note(name, policy)
+            if victim is None:
+                break
             heads.append(victim)
             if slots is not None:
                 groups = namespaces.get(name).contract.groups
@@ -232,15 +226,22 @@ class Evictor:
         cold.restore()
         return np.array(heads, np.int64)
 
+    def _proposed(self, policy: S3FifoPolicy) -> int | None:
+        """The policy's next victim; None for none, or if enough blocks were passed over."""
+        self._enough = False
+        return policy.victim(self.evictable, self._pass_over)
+
     def _victim(self, policy: S3FifoPolicy) -> int | None:
         """Remove the policy's next victim, or the end of its chain, from policy and chains."""
-        proposed = policy.victim(self.evictable, self._pass_used)
+        proposed = self._proposed(policy)
         if proposed is None:
             return None
         end = self._end_of(proposed)
         chains, victim = self._state.chains, end
         while victim != proposed and not self.evictable(victim):
             # A held tail (a window's lease, a pin) stays; eviction proceeds in front of it.
+            if self._pass_over(victim, used=False):
+                return None
             victim = chains.parent_of(victim)
         parent = chains.parent_of(victim) if victim != proposed else -1
         chains.unlink(victim)
@@ -278,9 +279,8 @@ class Evictor:
         if self._countdown > 0:
             return False
         self._countdown = _CONSIDER_SLABS_EVERY
-        try:
-            age = self._next_age(self._coldest(segment, slot_bytes))
-        except _PassedEnough:
+        age = self._next_age(self._coldest(segment, slot_bytes))
+        if age is None and self._enough:
             return False
         best = self._coldest_slab(segment, slot_bytes)
         found = best is not None and (age is None or best[1] < age)
@@ -289,18 +289,18 @@ class Evictor:
         return found
 
     def _next_age(self, cold: Coldest) -> int | None:
-        """Time of the last use of the next victim; None if there is none."""
-        try:
-            while (found := cold.first()) is not None:
-                name, policy = found
-                victim = policy.victim(self.evictable, self._pass_used)
-                cold.note(name, policy)
-                if victim is not None:
-                    return self._state.table.used_at.item(victim)
+        """Time of the last use of the next victim; None if there is none, or ``_enough`` was seen
+        before it.
+        """
+        victim, self._enough = None, False
+        while victim is None and not self._enough and (found := cold.first()) is not None:
+            name, policy = found
+            victim = self._proposed(policy)
+            cold.note(name, policy)
+            if victim is None and not self._enough:
                 cold.skip(name)
-        finally:
-            cold.restore()
-        return None
+        cold.restore()
+        return None if victim is None else self._state.table.used_at.item(victim)
 
     def _steal_slab(self, segment: int, slot_bytes: int) -> bool:
         """Empty the coldest slab of another size and take it back."""

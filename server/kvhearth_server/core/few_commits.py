@@ -14,7 +14,7 @@ import numpy as np
 
 from kvhearth.contract import GroupSpec
 from kvhearth.model import CHECKSUM_BYTES
-from kvhearth_server.core.actions import BindOne, EventKind, SumOne
+from kvhearth_server.core.actions import BindOne, EventKind, Sum
 from kvhearth_server.core.commit import Binder, CommitItem
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
@@ -81,12 +81,19 @@ class FewCommits:
         """
         if not self._are_reserved(group, namespace, ones):
             return None
-        # A key that is known, perhaps of an older epoch, goes the general way.
-        return [
-            self._bind_new(group, namespace, one)
-            or bool(self._binder.bind(group, namespace, one.whole()).all())
-            for one in ones
-        ]
+        stored, to_sum = list[bool](), list[SingleCommit]()
+        for one in ones:
+            if self._bind_new(group, namespace, one):
+                stored.append(True)
+                if not one.checksum:
+                    to_sum.append(one)
+            else:  # known, perhaps of an older epoch: it goes the general way
+                stored.append(bool(self._binder.bind(group, namespace, one.whole()).all()))
+        if to_sum:
+            slots = np.array([[one.slot] for one in to_sum], np.int64)
+            generations = np.array([[one.generation] for one in to_sum], np.uint32)
+            self._state.actions.append(Sum(slots, generations))
+        return stored
 
     def _are_reserved(
         self, group: Group, namespace: Namespace, ones: Sequence[SingleCommit]
@@ -114,7 +121,7 @@ class FewCommits:
         size = state.slot_bytes(spec)
         if not state.index.bind_new(namespace.number, kv_group, key, slot):
             return False
-        books = state.ledger.segments[group.segment]
+        books = state.books[group.segment]
         books.reserved -= size
         books.committed += size
         group.stock_bytes -= size
@@ -179,8 +186,6 @@ class FewCommits:
         )
         state.count_all({("stored_blocks", ""): 1, ("stored_bytes", ""): page_bytes})
         namespace.traffic.stored_blocks += 1
-        if not summed:
-            state.actions.append(SumOne(slot, one.generation))
-            return
-        state.count("summed_blocks")
-        state.events.append(_STORED, namespace.number, one.kv_group, [one.key], tier="dram")
+        if summed:
+            state.count("summed_blocks")
+            state.events.append(_STORED, namespace.number, one.kv_group, [one.key], tier="dram")

@@ -90,73 +90,7 @@ class Leases(MutableMapping[int, I64]):
         return sum(firsts) + sum(joined)
 
 
-DOUBTS_REMEMBERED = 1024
-_SLOTS_KEPT_MIN = 4096
-
-
-class PendingAborts:
-    """Slot grants of a group's reservations that were aborted in doubt, kept for a later abort.
-
-    A later abort that is not in doubt frees the slots that these aborts quarantined. Memory is
-    bounded by the number of reservations and by the slots still held: when the record has doubled
-    since the last check, reservations without held slots are dropped from it.
-    """
-
-    def __init__(self) -> None:
-        self._handed: OrderedDict[int, list[SlotGrant]] = OrderedDict()
-        self._slots = 0
-        self._look_at = _SLOTS_KEPT_MIN
-
-    def __contains__(self, reservation_id: int) -> bool:
-        return reservation_id in self._handed
-
-    def __len__(self) -> int:
-        return len(self._handed)
-
-    @property
-    def slot_count(self) -> int:
-        """Slots on record."""
-        return self._slots
-
-    def get(self, reservation_id: int) -> list[SlotGrant] | None:
-        """Grants of a reservation, if it was aborted in doubt."""
-        return self._handed.get(reservation_id)
-
-    def add(
-        self, table: SlotTable, owner: int, reservation_id: int, handed: list[SlotGrant]
-    ) -> None:
-        """Remember a reservation; beyond the limit, forget the oldest.
-
-        The quarantined slots of a forgotten one come back when the group ends.
-        """
-        self._handed[reservation_id] = handed
-        self._slots += _size(handed)
-        while len(self._handed) > DOUBTS_REMEMBERED:
-            self._slots -= _size(self._handed.popitem(last=False)[1])
-        if self._slots > self._look_at:
-            for number, parts in list(self._handed.items()):
-                if not any(len(part.still_held(table, owner)) for part in parts):
-                    self.pop(number)
-            self._look_at = max(_SLOTS_KEPT_MIN, 2 * self._slots)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._handed.clear()
-        self._slots = 0
-
-    def pop(self, reservation_id: int) -> list[SlotGrant] | None:
-        """Forget a reservation and return its grants."""
-        handed = self._handed.pop(reservation_id, None)
-        if handed is not None:
-            self._slots -= _size(handed)
-        return handed
-
-
-def _size(handed: list[SlotGrant]) -> int:
-    return sum(part.slots.size for part in handed)
-
-
-RESERVATIONS_REMEMBERED = 64
+RESERVATIONS_REMEMBERED, DOUBTS_REMEMBERED = 64, 1024
 _DOUBTFUL_PARTS_MAX = 64
 TOMBSTONES_REMEMBERED = 1024
 
@@ -215,15 +149,23 @@ class SlotGrant:
 
 
 @dataclass
-class Unfinished:
-    """A reservation between two of its portions.
+class Reservation:
+    """A reservation until it is aborted for good.
 
     ``left`` are the pairs of (KV group, blocks) still to be granted; ``short`` is the bound that
-    made an earlier pair smaller.
+    made an earlier pair smaller. After an abort in doubt (``in_doubt``) it is kept for a later
+    one that is not in doubt, which frees the slots that are quarantined until then.
     """
 
     left: list[tuple[int, int]]
     short: Reason | None = None
+    handed: list[SlotGrant] = field(default_factory=list)
+    in_doubt: bool = False
+
+    def still_held(self, table: SlotTable, owner: int) -> I64:
+        """Slots that are reserved or quarantined since; flat."""
+        parts = [part.still_held(table, owner) for part in self.handed]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 @dataclass
@@ -233,9 +175,7 @@ class Group:
     ``stock_bytes`` are the bytes of its RESERVED slots; ``quarantined_bytes`` those of its
     QUARANTINED slots, which a member may still write to. ``handed`` holds arrays of slots that may
     be in either state; see ``held_slots``. ``doubtful`` are slots that become free once no member
-    is ``GONE``. A reservation is in ``reservations`` until it is aborted, then in
-    ``pending_aborts`` if the abort was in doubt; while it is granted in portions it is in
-    ``unfinished``, too. ``leased_at`` is the grant time of each of ``leases``. ``asked_tokens`` are
+    is ``GONE``. ``leased_at`` is the grant time of each of ``leases``. ``asked_tokens`` are
     those that its lookups named, ``hit_tokens`` those that they could restore. ``process_group`` is
     the name that all its members gave.
     """
@@ -255,9 +195,7 @@ class Group:
     handed: list[I64] = field(default_factory=list)
     handed_count: int = 0
     doubtful: list[I64] = field(default_factory=list)
-    pending_aborts: PendingAborts = field(default_factory=PendingAborts)
-    reservations: OrderedDict[int, list[SlotGrant]] = field(default_factory=OrderedDict)
-    unfinished: dict[int, Unfinished] = field(default_factory=dict)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)
     leased_at: dict[int, float] = field(default_factory=dict)
     released_early: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -294,12 +232,9 @@ class Group:
         by_rank = {member.rank: member.node for member in self.attached}
         return [by_rank.get(rank, -1) for rank in range(shards)]
 
-    def remember(self, reservation_id: int, handed: list[SlotGrant]) -> None:
-        """Record the grants of a reservation, for a client that asks again or never saw the answer.
-
-        Beyond the limit, the oldest finished reservation is forgotten.
-        """
-        known = self.reservations[reservation_id] = self.reservations.pop(reservation_id, [])
+    def grant(self, reservation: Reservation, handed: list[SlotGrant]) -> None:
+        """Record grants of a reservation, for a client that asks again or never saw the answer."""
+        known = reservation.handed
         for part in handed:
             flat = part.slots.reshape(-1)
             self.handed.append(flat)
@@ -308,13 +243,22 @@ class Group:
                 known[-1] = known[-1].joined(part)
             else:
                 known.append(part)
-        while len(self.reservations) > RESERVATIONS_REMEMBERED + len(self.unfinished):
-            del self.reservations[next(n for n in self.reservations if n not in self.unfinished)]
 
-    def forget_reservation(self, reservation_id: int) -> list[SlotGrant] | None:
-        """Forget a reservation that was not aborted before; returns its grants."""
-        self.unfinished.pop(reservation_id, None)
-        return self.reservations.pop(reservation_id, None)
+    def remember(self, reservation_id: int, reservation: Reservation) -> None:
+        """Make a reservation the youngest one; beyond the limits, forget the oldest.
+
+        What is still to be granted is not forgotten. The quarantined slots of a forgotten one come
+        back when the group ends.
+        """
+        self.reservations.pop(reservation_id, None)
+        self.reservations[reservation_id] = reservation
+        if len(self.reservations) <= RESERVATIONS_REMEMBERED:
+            return
+        whole = [(number, each) for number, each in self.reservations.items() if not each.left]
+        doubted = [number for number, each in whole if each.in_doubt]
+        granted = [number for number, each in whole if not each.in_doubt]
+        for number in (*doubted[:-DOUBTS_REMEMBERED], *granted[:-RESERVATIONS_REMEMBERED]):
+            del self.reservations[number]
 
     def doubt(self, slots: I64) -> None:
         """Record slots that become free once no member is ``GONE``."""
@@ -324,7 +268,7 @@ class Group:
             self.doubtful = [np.unique(np.concatenate(self.doubtful))]
 
     def held_slots(self, table: SlotTable) -> I64:
-        """Slots that this group holds now, reserved or quarantined."""
+        """Slots that this group holds now, reserved or quarantined; forgets others on record."""
         if not self.handed:
             return np.zeros(0, np.int64)
         slots = np.concatenate(self.handed)
@@ -335,10 +279,13 @@ class Group:
         kept: I64 = np.unique(slots[mine])  # last: it takes ten times as long as the look-up
         self.handed = [kept]
         self.handed_count = len(kept)
+        for number, each in list(self.reservations.items()):
+            if each.in_doubt and not len(each.still_held(table, self.number)):
+                del self.reservations[number]
         return kept
 
     def tidy(self, table: SlotTable) -> None:
-        """Bound the list of handed slots, at a cost spread over reservations."""
+        """Bound the lists of handed slots, at a cost spread over reservations."""
         if self.handed_count > 4096 + 8 * (self.handed[0].size if self.handed else 0):
             self.held_slots(table)
 

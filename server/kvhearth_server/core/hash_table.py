@@ -223,7 +223,7 @@ class Buckets:
         self._count += 1
         if self._count >= self._due_at:
             self._grow()
-        self._place_one(value << 32 | head + 1)
+        self._place_from(value << 32 | head + 1, self._home_one(value))
 
     def _grow(self) -> None:
         """Split the buckets that are due; keys already counted are about to be placed."""
@@ -281,9 +281,6 @@ class Buckets:
             bucket = (bucket + 1) & self._last
         for cell, at in zip(cells.tolist(), bucket.tolist(), strict=True):
             self._place_from(cell, at)
-
-    def _place_one(self, cell: int) -> None:
-        self._place_from(cell, self._home_one(cell >> 32))
 
     def _place_from(self, cell: int, bucket: int) -> None:
         """Place a cell in the first bucket with room, from ``bucket`` on."""

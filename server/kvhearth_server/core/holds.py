@@ -28,7 +28,7 @@ def newly_held_bytes(state: CoreState, slots: Pick) -> int:
 
 def hold_room(state: CoreState, segment: int) -> int:
     """Bytes that may still be held (leased, pinned, reserved) under the global cap."""
-    books = state.ledger.segments[segment]
+    books = state.books[segment]
     return int(books.capacity * state.limits.held_fraction_max) - books.bound
 
 
@@ -39,7 +39,7 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
         KVHearthError: ``too_many_leases`` if leases would name more slots than allowed; nothing has
             changed.
     """
-    table, books = state.table, state.ledger.segments[segment]
+    table, books = state.table, state.books[segment]
     if not pin:
         most = state.limits.leased_slots_max
         require(
@@ -48,7 +48,7 @@ def hold(state: CoreState, segment: int, slots: I64, *, pin: bool = False) -> No
             lambda: f"leases name {books.leased_slots} slots, at most {most}; release some",
         )
         books.leased_slots += len(slots)
-    state.ledger.held(segment, not_held(state, slots), +1)
+    state.book(segment, "held", not_held(state, slots), +1)
     if pin:
         table.pins[slots] += 1
     else:
@@ -68,7 +68,7 @@ def unhold(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) ->
     else:
         counts = table.refs[slots] - np.uint32(1)
         table.refs[slots] = counts
-        state.ledger.segments[segment].leased_slots -= len(counts)
+        state.books[segment].leased_slots -= len(counts)
     loose = not_held(state, slots)
     states = table.state[loose]
     if not len(states):
@@ -76,12 +76,12 @@ def unhold(state: CoreState, segment: int, slots: Pick, *, pin: bool = False) ->
     quarantined = states == _QUARANTINED
     state.release_epoch += 1
     if not np.count_nonzero(quarantined):
-        state.ledger.held(segment, loose, -1)
+        state.book(segment, "held", loose, -1)
         return
     loose = numbers(loose)
     done = loose[quarantined]
-    state.ledger.held(segment, loose[~quarantined], -1)
-    state.ledger.quarantined(segment, done, -1)
+    state.book(segment, "held", loose[~quarantined], -1)
+    state.book(segment, "quarantined", done, -1)
     state.count("released_quarantine_slots", len(done))
     state.free_slots(segment, np.sort(done))
 
@@ -99,7 +99,7 @@ def _unhold_plain(state: CoreState, segment: int, slots: Pick) -> bool:
     if not count or not all_zero(table.pins[slots]):
         return False
     table.refs[slots] = 0
-    books = state.ledger.segments[segment]
+    books = state.books[segment]
     books.leased_slots -= count
     books.held -= table.total_bytes(slots)
     state.release_epoch += 1

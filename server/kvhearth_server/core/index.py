@@ -331,9 +331,6 @@ def _words(keys: Sequence[bytes]) -> _U64:
     return padded.view(np.uint64)
 
 
-"""Number of heads up to which handling them one by one is cheaper."""
-
-
 class Chains:
     """A forest over the heads of one namespace and group; four u32 links per slot.
 

@@ -21,19 +21,11 @@ from kvhearth.model import I64, U8, U32, Bools, Records, Tier
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lower_tier import PromotionRequest
-from kvhearth_server.core.namespaces import Namespace, Traffic, check_epoch
+from kvhearth_server.core.namespaces import Namespace, Traffic
 from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.reservations import SlotsItem
 from kvhearth_server.core.slot_table import Pick, State, all_zero, ascending, numbers
-from kvhearth_server.core.state import CoreState, require
-
-
-@dataclass(frozen=True)
-class Need:
-    """Blocks [first, end) of one group that a hit needs."""
-
-    first: int
-    end: int
+from kvhearth_server.core.state import CoreState, group_spec, require
 
 
 def window_blocks(spec: GroupSpec) -> int:
@@ -92,14 +84,17 @@ def hit_boundaries(groups: list[tuple[GroupSpec, Bools]]) -> I64:
     return np.flatnonzero(good)[::-1].astype(np.int64) * step
 
 
-def blocks_needed(spec: GroupSpec, hit_tokens: int) -> Need:
+def blocks_needed(spec: GroupSpec, hit_tokens: int) -> slice:
     """The blocks of a group that a hit of ``hit_tokens`` loads."""
     end = hit_tokens // spec.block_tokens
     if spec.kind is GroupKind.FULL:
-        return Need(0, end)
+        return slice(0, end)
     if spec.kind is GroupKind.MAMBA:
-        return Need(max(0, end - 1), end)
-    return Need(max(0, end - window_blocks(spec)), end)
+        return slice(max(0, end - 1), end)
+    return slice(max(0, end - window_blocks(spec)), end)
+
+
+_NONE = slice(0, 0)
 
 
 # Each access to an enumeration member by name costs a search.
@@ -191,35 +186,24 @@ class _Seen:
     asking: Bools | None = None
 
 
-class PrefixHit(NamedTuple):
-    """A leased result: its slots, ascending, and the extents in the order of the keys."""
-
-    slots: I64
-    extents: Records
-
-
 class PrefixFastPath:
-    """Fast path for lookups of attached schedulers that find all keys."""
+    """Fast path of ``Reading.lookup`` for a group that has all keys."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
 
     def lookup(
-        self,
-        group: Group,
-        namespace: Namespace,
-        kv_group: int,
-        keys: Sequence[bytes],
-        lease_id: int,
-    ) -> PrefixHit | None:
+        self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
+    ) -> Found | None:
         """Lease the blocks of all keys, mark them as used and count the lookup.
 
-        The caller enters the lease. Returns None, with nothing changed, if the general path must
-        decide.
+        Returns None, with nothing changed, if the general path must decide.
         """
-        state, table = self._state, self._state.table
+        state, table, (kv_group, keys) = self._state, self._state.table, item
+        group = state.group_of(session)
+        namespace = state.namespaces.get(group.namespace)
         groups, count = namespace.contract.groups, len(keys)
-        if not count or not 0 <= kv_group < len(groups):
+        if epoch != namespace.epoch or not count or not 0 <= kv_group < len(groups):
             return None
         spec = groups[kv_group]
         if spec.kind is not _FULL or spec.shards > 1 or not self._may_lease(group, lease_id, count):
@@ -241,12 +225,14 @@ class PrefixFastPath:
             extents = table.extents_beside(found, spec.page_bytes)
         else:
             extents = table.extents(found, spec.page_bytes, summed=True)
-        return PrefixHit(numbers(rows), extents)
+        group.leases[lease_id] = numbers(rows)
+        group.leased_at[lease_id] = now
+        return Found(lease_id, tokens, [Presence.of_whole(kv_group, extents)], None, [])
 
     def _may_lease(self, group: Group, lease_id: int, count: int) -> bool:
         if lease_id in group.leases or lease_id in group.released_early:
             return False
-        limits, books = self._state.limits, self._state.ledger.segments[group.segment]
+        limits, books = self._state.limits, self._state.books[group.segment]
         if count > limits.keys_max or len(group.leases) >= limits.leases_max:
             return False
         return books.leased_slots + count <= limits.leased_slots_max
@@ -273,7 +259,7 @@ class PrefixFastPath:
         free = count if loose else count - int(np.count_nonzero(refs | pins))
         if free * slot_bytes > hold_room(state, group.segment):
             return False
-        books = state.ledger.segments[group.segment]
+        books = state.books[group.segment]
         books.held += free * slot_bytes
         books.leased_slots += count
         table.refs[rows] = 1 if loose else refs + _ONE
@@ -350,7 +336,7 @@ class Reading:
         """
         state = self._state
         if lease_id and not joins and len(items) == 1:
-            found = self._lookup_whole(session, epoch, items[0], lease_id, now)
+            found = self._prefix_path.lookup(session, epoch, items[0], lease_id, now)
             if found is not None:
                 return found
         group, namespace, seen = self._resolve(session, epoch, items)
@@ -363,7 +349,7 @@ class Reading:
             self._mark_used(one.heads[one.present])
         withdrawn = lease_id in group.released_early or (joins and lease_id not in group.leases)
         groups = [
-            self._presence(one, need if lease_id and not withdrawn else Need(0, 0))
+            self._presence(one, need if lease_id and not withdrawn else _NONE)
             for one, need in zip(seen, needs, strict=True)
         ]
         granted = 0
@@ -371,8 +357,11 @@ class Reading:
             if joins:
                 slots = group.leases.fresh(lease_id, slots)
             hold(state, group.segment, slots)
-            self._enter(group, lease_id, slots, now, joins=joins)
-            state.count("leased_keys", sum(need.end - need.first for need in needs))
+            if joins:
+                group.leases.join(lease_id, slots)
+            else:
+                group.leases[lease_id], group.leased_at[lease_id] = slots, now
+            state.count("leased_keys", sum(need.stop - need.start for need in needs))
             pages = [one.spec.page_bytes for one in seen]
             extents = [len(one.extents) for one in groups]
             state.count("leased_bytes", sum(map(int.__mul__, extents, pages)))
@@ -383,14 +372,6 @@ class Reading:
         asking = any(one.asking is not None for one in seen)
         promotion_queue = self._promotion_queue(namespace, items, seen)
         return Found(granted, hit, groups, short, promotion_queue, asking)
-
-    def _enter(self, group: Group, lease_id: int, slots: I64, now: float, *, joins: bool) -> None:
-        """Enter held slots as a new lease, or as a portion of one."""
-        if joins:
-            group.leases.join(lease_id, slots)
-            return
-        group.leases[lease_id] = slots
-        group.leased_at[lease_id] = now
 
     def _count_tokens(
         self,
@@ -414,27 +395,6 @@ class Reading:
         self._state.count("hit_tokens", hit)
         count_tokens(group, namespace, asked, hit)
 
-    def _lookup_whole(
-        self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
-    ) -> Found | None:
-        """Fast path of ``lookup`` for a group that has all of several keys.
-
-        Returns None, with nothing changed, if the general path must decide.
-        """
-        group = self._state.group_of(session)
-        namespace = self._state.namespaces.get(group.namespace)
-        if epoch != namespace.epoch:
-            return None
-        count = len(item.keys)
-        whole = self._prefix_path.lookup(group, namespace, item.kv_group, item.keys, lease_id)
-        if whole is None:
-            return None
-        group.leases[lease_id] = whole.slots
-        group.leased_at[lease_id] = now
-        presence = Presence.of_whole(item.kv_group, whole.extents)
-        hit = count * namespace.contract.groups[item.kv_group].block_tokens
-        return Found(lease_id, hit, [presence], None, [])
-
     def presence(
         self, session: int, epoch: int, items: list[KeysItem]
     ) -> tuple[list[Presence], list[PromotionRequest], bool]:
@@ -442,7 +402,7 @@ class Reading:
         shared tier is asked about others.
         """
         _, namespace, seen = self._resolve(session, epoch, items)
-        groups = [self._presence(one, Need(0, 0)) for one in seen]
+        groups = [self._presence(one, _NONE) for one in seen]
         asking = any(one.asking is not None for one in seen)
         return groups, self._promotion_queue(namespace, items, seen), asking
 
@@ -505,18 +465,11 @@ class Reading:
         self, session: int, epoch: int, items: list[KeysItem]
     ) -> tuple[Group, Namespace, list[_Seen]]:
         state, table = self._state, self._state.table
-        group = state.group_of(session)
-        namespace = state.namespaces.get(group.namespace)
-        check_epoch(namespace, epoch)
-        asked = sum(len(item.keys) for item in items)
-        require(
-            asked <= state.limits.keys_max,
-            Reason.TOO_MANY_KEYS,
-            f"{asked} keys in one call, at most {state.limits.keys_max}",
-        )
+        group, namespace = state.current(session, epoch)
+        state.check_count(sum(len(item.keys) for item in items))
         seen = []
         for item in items:
-            spec = state.spec(namespace, item.kv_group)
+            spec = group_spec(namespace.contract, item.kv_group)
             heads = state.index.find(namespace.number, item.kv_group, item.keys)
             safe = np.maximum(heads, 0)
             present = table.epoch[safe] == namespace.epoch
@@ -606,19 +559,17 @@ class Reading:
         parts = []
         for one in seen:
             need = blocks_needed(one.spec, hit)
-            parts.append(
-                table.all_shards(one.heads[need.first : need.end], one.spec.shards).reshape(-1)
-            )
+            parts.append(table.all_shards(one.heads[need], one.spec.shards).reshape(-1))
         slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if not np.count_nonzero(slots[1:] <= slots[:-1]):
             return slots
         return np.unique(slots)
 
-    def _presence(self, one: _Seen, need: Need) -> Presence:
+    def _presence(self, one: _Seen, need: slice) -> Presence:
         table = self._state.table
         leased = np.zeros(len(one.heads), np.bool_)
-        leased[need.first : need.end] = True
-        slots = table.all_shards(one.heads[need.first : need.end], one.spec.shards)
+        leased[need] = True
+        slots = table.all_shards(one.heads[need], one.spec.shards)
         extents = table.extents(slots, one.spec.page_bytes, summed=True)
         tiers, present = _TIER[one.present.view(np.uint8)], one.present
         if one.lower_tier is not None:
@@ -647,7 +598,7 @@ class Reading:
             if one.lower_tier is None:
                 continue
             need = blocks_needed(one.spec, int(boundaries[0]))
-            rows = np.flatnonzero(one.lower_tier[need.first : need.end]) + need.first
+            rows = np.flatnonzero(one.lower_tier[need]) + need.start
             keys = [item.keys[row] for row in rows.tolist()]
             before = [item.keys[row - 1] if row else b"" for row in rows.tolist()]
             if keys:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -47,9 +47,6 @@ class LowerTier(Protocol):
         those that are in memory (``here``); None if no tier has any. Never waits.
         """
 
-    def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
-        """Report which keys of the namespace's current epoch could be loaded, shape (n,)."""
-
 
 @dataclass(frozen=True)
 class PromotionRequest:
@@ -72,6 +69,13 @@ class PromotionRequest:
             return self, None
         head = replace(self, keys=self.keys[:count], parents=self.parents[:count])
         return head, replace(self, keys=self.keys[count:], parents=self.parents[count:])
+
+    def some(self, rows: Iterable[int]) -> PromotionRequest:
+        """Return the request of some of the blocks."""
+        pairs = [(self.keys[row], self.parents[row]) for row in rows]
+        return replace(
+            self, keys=[key for key, _ in pairs], parents=[before for _, before in pairs]
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 from kvhearth.contract import Contract, differences
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64
-from kvhearth_server.core.actions import Catalogue, Mark
+from kvhearth_server.core.actions import Mark
 from kvhearth_server.core.groups import Group, Member, MemberState
 from kvhearth_server.core.holds import drop_lease
 from kvhearth_server.core.namespaces import Namespace
@@ -38,14 +38,6 @@ class Joining:
     model_name: str = ""
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The group and namespace that a session joined."""
-
-    group: Group
-    namespace: Namespace
-
-
 ENGINE_ID_CHARS_MAX = 256
 _REMEDY = (
     "give each replica an engine_id of its own (vLLM makes one where kv_transfer_config has none), "
@@ -59,7 +51,7 @@ class Membership:
     def __init__(self, state: CoreState) -> None:
         self._state = state
 
-    def join(self, joining: Joining) -> Joined:
+    def join(self, joining: Joining) -> Group:
         """Let a session into its engine's open group, or into a new one.
 
         Raises:
@@ -77,7 +69,6 @@ class Membership:
             "tenants have in equal parts, or end some",
         )
         self._check_shape(joining)
-        version = state.namespaces.version
         group = state.groups.open_group(joining.tenant, joining.engine_id)
         if group is None:
             require(
@@ -109,9 +100,7 @@ class Membership:
         if state.namespaces.ended.pop(namespace.number, None):
             state.policies.reorder(namespace.number)
         state.groups.join(group, member)
-        if state.namespaces.version != version:
-            state.actions.append(Catalogue())
-        return Joined(group, namespace)
+        return group
 
     def leave(self, session: int, *, finished: bool) -> None:
         """Handle the closing of a session's attach socket.
@@ -215,8 +204,6 @@ class Membership:
         held = group.held_slots(state.table)
         quarantine(state, group, held[state.table.state[held] == State.RESERVED])
         group.reservations.clear()
-        group.unfinished.clear()
-        group.pending_aborts.clear()
 
     def release_quarantine(self, group: Group) -> None:
         """Free the quarantined slots of an ended group once no member can write.
@@ -257,8 +244,8 @@ def quarantine(state: CoreState, group: Group, slots: I64) -> None:
         return
     state.table.bump(slots)
     state.table.state[slots] = State.QUARANTINED
-    size = state.ledger.unreserved(group.segment, slots)
-    state.ledger.quarantined(group.segment, slots, +1)
+    size = state.book(group.segment, "reserved", slots, -1)
+    state.book(group.segment, "quarantined", slots, +1)
     group.stock_bytes -= size
     group.quarantined_bytes += size
     state.count("quarantined_slots", len(slots))
@@ -269,7 +256,7 @@ def take_from_quarantine(state: CoreState, group: Group, slots: I64) -> None:
     """Free quarantined slots of a group that nothing can write to any more."""
     if not len(slots):
         return
-    size = state.ledger.quarantined(group.segment, slots, -1)
+    size = state.book(group.segment, "quarantined", slots, -1)
     group.quarantined_bytes -= size
     state.bill(group.namespace, -size)
     state.count("released_quarantine_slots", len(slots))

@@ -92,7 +92,7 @@ CONTRACT_BYTES_MAX = 4 << 20
 
 
 class Namespaces:
-    """The catalogue. ``version`` rises with every change that must be durable."""
+    """The catalogue. ``version`` rises with every change that the shell must make durable."""
 
     def __init__(
         self,
@@ -176,9 +176,9 @@ class Namespaces:
         tenant: str,
         contract: Contract,
         epoch: int,
-        tier_epoch: int = 0,
-        label: str | None = "",
-        model_name: str = "",
+        tier_epoch: int,
+        label: str | None,
+        model_name: str,
     ) -> Namespace:
         """Restore a namespace from the durable catalogue."""
         digest = namespace_digest(tenant, contract)

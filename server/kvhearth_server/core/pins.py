@@ -12,9 +12,8 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.holds import hold, hold_room, newly_held_bytes, unhold
 from kvhearth_server.core.lookup import KeysItem
-from kvhearth_server.core.namespaces import check_epoch
 from kvhearth_server.core.slot_table import State
-from kvhearth_server.core.state import CoreState, require
+from kvhearth_server.core.state import CoreState, group_spec, require
 
 
 @dataclass(frozen=True)
@@ -65,17 +64,14 @@ class Pinning:
                 ``pin_exists``, ``too_many_pins``, ``too_many_keys``, ``held_cap``.
         """
         state, table = self._state, self._state.table
-        group = state.group_of(session)
-        namespace = state.namespaces.get(group.namespace)
-        check_epoch(namespace, epoch)
+        group, namespace = state.current(session, epoch)
         limits = state.limits
         require(
             0 < ttl_s <= limits.pin_ttl_max_s,
             Reason.BAD_TTL,
             f"a pin lives 0..{limits.pin_ttl_max_s} s, not {ttl_s}",
         )
-        asked = sum(len(item.keys) for item in items)
-        require(asked <= limits.keys_max, Reason.TOO_MANY_KEYS, f"at most {limits.keys_max} keys")
+        state.check_count(sum(len(item.keys) for item in items))
         name = (namespace.number, pin_id)
         require(pin_id and name not in self._pins, Reason.PIN_EXISTS, f"pin {pin_id} exists")
         mine, all_ = self._of_namespace[namespace.number], self._of_segment[group.segment]
@@ -83,7 +79,7 @@ class Pinning:
         require(all_ < limits.tenant_pins_max, Reason.TOO_MANY_PINS, f"the tenant has {all_} pins")
         flags, parts = [], [np.zeros(0, np.int64)]
         for item in items:
-            spec = state.spec(namespace, item.kv_group)
+            spec = group_spec(namespace.contract, item.kv_group)
             heads = state.index.find(namespace.number, item.kv_group, item.keys)
             safe = np.maximum(heads, 0)
             good = (heads >= 0) & (table.epoch[safe] == namespace.epoch)

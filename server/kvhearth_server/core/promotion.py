@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -99,11 +99,7 @@ class Promotions:
         if not len(slots):
             return None
         fresh = fresh[: len(slots)]
-        taken = replace(
-            request,
-            keys=[request.keys[row] for row in fresh],
-            parents=[request.parents[row] for row in fresh],
-        )
+        taken = request.some(fresh)
         segment = self._state.segment_of[request.namespace.tenant]
         epochs = (request.namespace.epoch, request.namespace.tier_epoch)
         promotion = Promotion(self._next, taken, segment, *epochs, slots)
@@ -119,7 +115,7 @@ class Promotions:
         state, shards = self._state, request.spec.shards
         segment = state.segment_of[request.namespace.tenant]
         size = state.slot_bytes(request.spec)
-        books = state.ledger.segments[segment]
+        books = state.books[segment]
         # One block may always be promoted alone, however large; otherwise none of its kind ever
         # would.
         most = max(int(books.capacity * LOADING_FRACTION_MAX), size * shards)
@@ -136,7 +132,7 @@ class Promotions:
         if len(slots):
             state.table.state[slots] = State.LOADING
             state.table.owner[slots] = KERNEL
-            request.namespace.used_bytes += state.ledger.loading(segment, slots, +1)
+            request.namespace.used_bytes += state.book(segment, "loading", slots, +1)
             state.actions.append(Mark(slots, State.LOADING, KERNEL))
         return slots.reshape(-1, shards)
 
@@ -188,8 +184,8 @@ class Promotions:
             waiting.discard(promotion.number)
             if not waiting:
                 del self._by_requester[requester]
-        request.namespace.used_bytes -= state.ledger.loading(
-            promotion.segment, promotion.slots.reshape(-1), -1
+        request.namespace.used_bytes -= state.book(
+            promotion.segment, "loading", promotion.slots.reshape(-1), -1
         )
         if (promotion.epoch, promotion.tier_epoch) != (
             request.namespace.epoch,
@@ -226,10 +222,8 @@ class Promotions:
         orphaned_loads, self.orphaned_loads = self.orphaned_loads, self.orphaned_loads[:0]
         state = self._state
         if len(orphaned_loads):
-            segments = state.table.slab_segment[state.table.slabs_of(orphaned_loads)]
-            for segment in np.unique(segments).tolist():
-                slots = np.sort(orphaned_loads[segments == segment])
-                state.ledger.quarantined(segment, slots, -1)
+            for segment, slots in state.table.by_segment(np.sort(orphaned_loads)):
+                state.book(segment, "quarantined", slots, -1)
                 state.free_slots(segment, slots)
             state.count("released_quarantine_slots", len(orphaned_loads))
         return len(orphaned_loads)
@@ -239,9 +233,8 @@ class Promotions:
         state = self._state
         state.table.state[slots] = State.QUARANTINED
         state.table.owner[slots] = KERNEL
-        segments = state.table.slab_segment[state.table.slabs_of(slots)]
-        for segment in np.unique(segments).tolist():
-            state.ledger.quarantined(segment, slots[segments == segment], +1)
+        for segment, inside in state.table.by_segment(slots):
+            state.book(segment, "quarantined", inside, +1)
         state.count("quarantined_slots", len(slots))
         state.actions.append(Mark(slots, State.QUARANTINED, KERNEL))
         self.orphaned_loads = np.concatenate([self.orphaned_loads, slots])

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.model import I64, U32, Bools
-from kvhearth_server.core.holds import hold, hold_room, unhold
 from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.removal import Cause, remove_blocks
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState
+from kvhearth_server.core.writeback import Copies
 
 QUEUED_BLOCKS_MAX = 1 << 16
 """Upper bound on waiting blocks; further ones are skipped until they are used again."""
@@ -40,7 +39,7 @@ class PublishPolicy(enum.StrEnum):
     NEVER = "never"
 
 
-class Publishing:
+class Publishing(Copies):
     """Blocks that wait to be published, and those that are being published.
 
     Watches a core's blocks through its ``WritebackQueue`` if the policy publishes any.
@@ -53,10 +52,9 @@ class Publishing:
     """
 
     def __init__(self, state: CoreState, policy: PublishPolicy = PublishPolicy.NEVER) -> None:
-        self._state = state
+        super().__init__(state)
         self._queue: deque[tuple[I64, U32, bool]] = deque()
         """Blocks, their generations, and whether they are renewed."""
-        self._batches: list[BlockBatch] = []
         # The generation, plus one, under which a block was used last and queued last.
         self._used = self._queued = np.zeros(0, np.uint32)
         # Time from which a use renews a published block; infinity while it is not published.
@@ -195,11 +193,6 @@ class Publishing:
 
     # -- batches -----------------------------------------------------------------------------------
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes being published."""
-        return sum(batch.payload_bytes for batch in self._batches)
-
     def begin(self, blocks_max: int, bytes_max: int) -> BlockBatch | None:
         """Take the longest-waiting blocks of one kind and hold them until ``resolve``; None if
         none may be taken now.
@@ -233,41 +226,12 @@ class Publishing:
     def _begin(
         self, heads: I64, blocks_max: int, bytes_max: int, *, renew: bool
     ) -> BlockBatch | None:
-        state, table = self._state, self._state.table
-        kinds = table.namespace[heads].astype(np.int64) << 8 | table.group[heads]
-        alike = kinds == kinds[0]
-        count = len(heads) if alike.all() else int(alike.argmin())
-        namespace = state.namespaces.get(int(table.namespace[heads[0]]))
-        kv_group = int(table.group[heads[0]])
-        spec, segment = namespace.contract.groups[kv_group], state.segment_of[namespace.tenant]
-        block = state.slot_bytes(spec) * spec.shards
-        room = max(bytes_max - self.payload_bytes, 0 if self._batches else block)
-        leases = state.limits.leased_slots_max - state.ledger.segments[segment].leased_slots
-        room = min(room, hold_room(state, segment))
-        count = max(0, min(count, blocks_max, room // block, leases // spec.shards))
+        count = self._room(heads, bytes_max, blocks_max=blocks_max)
         self._put_back(heads[count:], renew=renew)
         if not count:
             return None
         heads = heads[:count]
-        slots = table.all_shards(heads, spec.shards)
-        hold(state, segment, slots.reshape(-1))
-        batch = BlockBatch(
-            namespace,
-            kv_group,
-            spec,
-            segment,
-            namespace.epoch,
-            state.index.keys(heads),
-            slots,
-            table.generation[heads].copy(),
-            table.checksum[slots],
-            table.sequence[heads],
-            np.zeros(count, np.uint64),
-            self._parent_keys(heads),
-            renew,
-        )
-        self._batches.append(batch)
-        return batch
+        return self._hold(heads, self._parent_keys(heads), renew=renew)
 
     def _put_back(self, heads: I64, *, renew: bool) -> None:
         if len(heads):
@@ -281,8 +245,8 @@ class Publishing:
 
     def retreat(self, batch: BlockBatch) -> None:
         """Queue a batch again that no tier took now."""
-        heads = self._end(batch)
-        self._put_back(heads, renew=batch.renew)
+        alive = self._end(batch)
+        self._put_back(batch.slots[alive, 0], renew=batch.renew)
 
     def skip(self, batch: BlockBatch, why: str, *, for_good: bool = False) -> None:
         """Leave out a batch that no tier took, and everything behind it in its chains.
@@ -290,7 +254,8 @@ class Publishing:
         Args:
             for_good: do not offer it again.
         """
-        heads = self._end(batch)
+        alive = self._end(batch)
+        heads = batch.slots[alive, 0]
         if for_good:
             self._state.count("publish_skipped", len(heads), why)
         else:
@@ -302,30 +267,13 @@ class Publishing:
         are queued again when they are used.
         """
         state, heads = self._state, batch.slots[:, 0]
-        alive = state.table.generation[heads] == batch.generations
-        self._end(batch)
+        alive = self._end(batch)
         failed = np.ones(len(heads), np.bool_)
         failed[published] = failed[wrong] = False
         self._later(heads[failed & alive], renew=batch.renew)
         if self._life_s:
             self._renew_at[heads[published][alive[published]]] = self.now + self._life_s / 2
-        bad = heads[wrong][alive[wrong]]
-        if len(bad):
-            state.count("checksum_failures", len(bad), "publishing")
-            remove_blocks(state, bad, Cause.CHECKSUM)
+        self._remove_wrong(heads[wrong][alive[wrong]], "publishing")
         state.count("renewed_blocks", len(published) if batch.renew else 0)
         state.count("published_blocks", len(published))
         state.count("published_bytes", len(published) * batch.block_bytes)
-
-    def _end(self, batch: BlockBatch) -> I64:
-        """Release a batch's slots; return the blocks that still live."""
-        heads = batch.slots[:, 0]
-        alive = self._state.table.generation[heads] == batch.generations
-        self._batches.remove(batch)
-        unhold(self._state, batch.segment, batch.slots.reshape(-1))
-        live: I64 = heads[alive]
-        return live
-
-    def held(self, segment: int) -> list[I64]:
-        """The slots that are being published."""
-        return [each.slots.reshape(-1) for each in self._batches if each.segment == segment]

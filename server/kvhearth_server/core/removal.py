@@ -40,11 +40,8 @@ def remove_blocks(state: CoreState, heads: I64, cause: Cause) -> None:
 
 def forget_blocks(state: CoreState, heads: I64, cause: Cause) -> None:
     """Remove blocks whose heads policy and chains have already released; see ``remove_blocks``."""
-    table = state.table
-    pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
-    for pair in np.unique(pairs):
-        chosen = heads[pairs == pair]
-        _forget(state, int(pair) // 256, int(pair) % 256, chosen, cause)
+    for number, kv_group, chosen in state.table.by_kind(heads):
+        _forget(state, number, kv_group, chosen, cause)
 
 
 def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cause) -> None:
@@ -59,17 +56,17 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cau
     table.copy_state[heads] = CopyState.NOT
     slots = table.all_shards(heads, spec.shards).reshape(-1)
     table.bump(slots)
-    size = state.ledger.committed(segment, slots, -1)
+    size = state.book(segment, "committed", slots, -1)
     namespace.used_bytes -= size
     namespace.blocks -= len(heads)
     read = table.refs[slots] > 0
     kept = read | (table.pins[slots] > 0)
-    state.ledger.held(segment, slots[kept], -1)
+    state.book(segment, "held", slots[kept], -1)
     table.pins[slots] = 0
     quarantined = slots[read]
     if len(quarantined):
         table.state[quarantined] = State.QUARANTINED
-        state.ledger.quarantined(segment, quarantined, +1)
+        state.book(segment, "quarantined", quarantined, +1)
         state.count("quarantined_slots", len(quarantined))
         state.actions.append(Mark(quarantined, State.QUARANTINED))
     state.free_slots(segment, slots[~read])

@@ -14,13 +14,13 @@ from kvhearth_server.core.actions import EventKind, Mark, Summed
 from kvhearth_server.core.commit import Binder, CommitItem
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.few_commits import FewCommits, SingleCommit
-from kvhearth_server.core.groups import Group, SlotGrant, Unfinished
+from kvhearth_server.core.groups import Group, Reservation, SlotGrant
 from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.membership import quarantine, take_from_quarantine
-from kvhearth_server.core.namespaces import Namespace, check_epoch
+from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.slot_table import State
-from kvhearth_server.core.state import CoreState, require
+from kvhearth_server.core.state import CoreState, group_spec, require
 
 
 @dataclass(frozen=True)
@@ -78,23 +78,17 @@ class Writing:
         """
         state = self._state
         group, namespace = self._reserving(session, epoch)
-        require(
-            reservation_id not in group.released_early
-            and reservation_id not in group.pending_aborts,
-            Reason.NOT_RESERVED,
-            _ABORTED,
-        )
-        asked = sum(count for _, count in wants)
-        require(
-            asked <= state.limits.keys_max,
-            Reason.TOO_MANY_KEYS,
-            f"{asked} blocks in one call, at most {state.limits.keys_max}",
-        )
+        known = group.reservations.get(reservation_id)
+        aborted = reservation_id in group.released_early or (known is not None and known.in_doubt)
+        require(not aborted, Reason.NOT_RESERVED, _ABORTED)
+        state.check_count(sum(count for _, count in wants))
         for kv_group, _ in wants:
-            state.spec(namespace, kv_group)
-        if reservation_id not in group.reservations:
-            group.unfinished[reservation_id] = Unfinished(list(wants))
-        return self._go_on(group, namespace, reservation_id, evicted_max)
+            group_spec(namespace.contract, kv_group)
+        if known is not None and not known.left:
+            return Reserved(known.handed, None)
+        return self._go_on(
+            group, namespace, reservation_id, known or Reservation(list(wants)), evicted_max
+        )
 
     def reserve_more(
         self, session: int, reservation_id: int, epoch: int, evicted_max: int
@@ -105,14 +99,14 @@ class Writing:
             KVHearthError: as ``reserve``; ``not_reserved`` if it was aborted meanwhile.
         """
         group, namespace = self._reserving(session, epoch)
-        require(reservation_id in group.reservations, Reason.NOT_RESERVED, _ABORTED)
-        return self._go_on(group, namespace, reservation_id, evicted_max)
+        known = group.reservations.get(reservation_id)
+        if known is None or known.in_doubt:
+            raise KVHearthError(Reason.NOT_RESERVED, _ABORTED)
+        return self._go_on(group, namespace, reservation_id, known, evicted_max)
 
     def _reserving(self, session: int, epoch: int) -> tuple[Group, Namespace]:
         """The group of a session that may reserve under an epoch, and its namespace."""
-        group = self._state.group_of(session)
-        namespace = self._state.namespaces.get(group.namespace)
-        check_epoch(namespace, epoch)
+        group, namespace = self._state.current(session, epoch)
         require(
             group.complete,
             Reason.GROUP_INCOMPLETE,
@@ -121,17 +115,19 @@ class Writing:
         return group, namespace
 
     def _go_on(
-        self, group: Group, namespace: Namespace, reservation_id: int, evicted_max: int | None
+        self,
+        group: Group,
+        namespace: Namespace,
+        reservation_id: int,
+        work: Reservation,
+        evicted_max: int | None,
     ) -> Reserved:
         """Grant the rest of a reservation, or a portion of it."""
-        state, work = self._state, group.unfinished.get(reservation_id)
-        if work is None:
-            return Reserved(group.reservations[reservation_id], None)
-        handed: list[SlotGrant] = []
+        state, handed = self._state, list[SlotGrant]()
         cut = False
         while work.left and not cut:
             kv_group, count = work.left[0]
-            spec = state.spec(namespace, kv_group)
+            spec = group_spec(namespace.contract, kv_group)
             slots, limit, cut = self._grant(group, namespace, spec, count, evicted_max)
             if cut:
                 work.left[0] = kv_group, count - len(slots)
@@ -141,20 +137,18 @@ class Writing:
             if len(slots):
                 generations = state.table.generation[slots].copy()
                 handed.append(SlotGrant(kv_group, slots, generations))
-        if not work.left:
-            del group.unfinished[reservation_id]
         if handed:
             every = np.concatenate([part.slots.reshape(-1) for part in handed])
             state.actions.append(Mark(every, State.RESERVED, group.number))
             state.count("reserved_slots", len(every))
-        group.remember(reservation_id, handed)
+        group.grant(work, handed)
         group.tidy(state.table)
-        given = group.reservations[reservation_id]
-        if not given and not work.left:
-            group.forget_reservation(reservation_id)
-            if work.short is not None:
-                raise KVHearthError(work.short, _SHORT_TEXT[work.short])
-        return Reserved(given, work.short, more=bool(work.left))
+        if work.handed or work.left:
+            group.remember(reservation_id, work)
+        elif work.short is not None:
+            group.reservations.pop(reservation_id, None)
+            raise KVHearthError(work.short, _SHORT_TEXT[work.short])
+        return Reserved(work.handed, work.short, more=bool(work.left))
 
     def _grant(
         self,
@@ -172,7 +166,7 @@ class Writing:
         state, evictor = self._state, self._evictor
         segment, size = group.segment, state.slot_bytes(spec)
         block = size * spec.shards
-        capacity = state.ledger.segments[segment].capacity
+        capacity = state.books[segment].capacity
         bound: Reason | None = None
         cut = False
         stock_room = (
@@ -200,7 +194,7 @@ class Writing:
         if len(slots):
             state.table.state[slots] = State.RESERVED
             state.table.owner[slots] = group.number
-            added = state.ledger.reserved(segment, slots)
+            added = state.book(segment, "reserved", slots, +1)
             group.stock_bytes += added
             namespace.used_bytes += added
         return slots.reshape(count, spec.shards), bound, cut
@@ -224,7 +218,7 @@ class Writing:
         always room for the next one and for readers.
         """
         state = self._state
-        books = state.ledger.segments[group.segment]
+        books = state.books[group.segment]
         limits = state.limits
         free = int(books.capacity * limits.held_fraction_max) - books.reserved - books.quarantined
         # An operator who lets one engine hold all that may be held wants no fairness among them.
@@ -241,7 +235,7 @@ class Writing:
         """
         quota = namespace.quota_bytes
         if quota is None:
-            return self._state.ledger.segments[self._state.segment_of[namespace.tenant]].capacity
+            return self._state.books[self._state.segment_of[namespace.tenant]].capacity
         groups = self._state.groups.of_namespace(namespace.number)
         taken = sum(group.stock_bytes + group.quarantined_bytes for group in groups)
         return max(quota // 2, min(block_bytes, quota)) - taken
@@ -277,13 +271,8 @@ class Writing:
             KVHearthError: as ``commit``.
         """
         state = self._state
-        group, namespace = self._committing(session, epoch)
-        total = sum(len(item.keys) for item in items)
-        require(
-            total <= state.limits.keys_max,
-            Reason.TOO_MANY_KEYS,
-            f"{total} keys in one call, at most {state.limits.keys_max}",
-        )
+        group, namespace = state.current(session, epoch)
+        state.check_count(sum(len(item.keys) for item in items))
         for item in items:
             self._check_item(group, namespace, item)
         every = [item.slots.reshape(-1) for item in items]
@@ -296,16 +285,9 @@ class Writing:
             )
         return Commit(self, session, epoch, items)
 
-    def _committing(self, session: int, epoch: int) -> tuple[Group, Namespace]:
-        """The group of a session that may commit under an epoch, and its namespace."""
-        group = self._state.group_of(session)
-        namespace = self._state.namespaces.get(group.namespace)
-        check_epoch(namespace, epoch)
-        return group, namespace
-
     def bind(self, session: int, epoch: int, item: CommitItem) -> Bools:
         """Bind a part of a checked commit, if its group and epoch live and it holds its slots."""
-        group, namespace = self._committing(session, epoch)
+        group, namespace = self._state.current(session, epoch)
         held = SlotsItem(item.slots.reshape(-1), item.generations.reshape(-1))
         self.check_held(group, held, (State.RESERVED,))
         return self._binder.bind(group, namespace, item)
@@ -322,7 +304,7 @@ class Writing:
 
     def _check_item(self, group: Group, namespace: Namespace, item: CommitItem) -> None:
         state = self._state
-        spec = state.spec(namespace, item.kv_group)
+        spec = group_spec(namespace.contract, item.kv_group)
         shape = (len(item.keys), spec.shards)
         require(
             item.slots.shape == shape and item.generations.shape == shape,
@@ -409,13 +391,9 @@ class Writing:
         state.count("summed_blocks", len(kept))
         heads = kept[:, 0]
         state.writeback_queue.offer(heads)
-        pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
-        same = len(heads) == np.count_nonzero(pairs == pairs[0])
-        for pair in pairs[:1] if same else np.unique(pairs):
-            keys = state.index.keys(heads[pairs == pair]) if state.events.has_readers else []
-            state.events.append(
-                EventKind.STORED, int(pair) // 256, int(pair) % 256, keys, tier="dram"
-            )
+        for number, kv_group, mine in table.by_kind(heads):
+            keys = state.index.keys(mine) if state.events.has_readers else []
+            state.events.append(EventKind.STORED, number, kv_group, keys, tier="dram")
         return len(kept)
 
     def give_back(self, session: int, grants: list[SlotGrant]) -> None:
@@ -448,14 +426,14 @@ class Writing:
             self.check_held(group, item, (State.RESERVED, State.QUARANTINED))
         parts = [item.slots for item in items]
         for reservation_id in reservation_ids:
-            handed = group.forget_reservation(reservation_id)
-            handed = handed or group.pending_aborts.pop(reservation_id)
-            if handed is None:
+            known = group.reservations.pop(reservation_id, None)
+            if known is None or not known.handed:
                 group.note_early_release(reservation_id)
                 continue
-            parts += [part.still_held(state.table, group.number) for part in handed]
+            parts.append(known.still_held(state.table, group.number))
             if in_doubt:
-                group.pending_aborts.add(state.table, group.number, reservation_id, handed)
+                known.left, known.in_doubt = [], True
+                group.remember(reservation_id, known)
         slots = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
         reserved_slots = slots[state.table.state[slots] == State.RESERVED]
         if group.has_undrained_member and not in_doubt:
@@ -469,7 +447,7 @@ class Writing:
         take_from_quarantine(state, group, slots[state.table.state[slots] == State.QUARANTINED])
         if len(reserved_slots):
             state.table.bump(reserved_slots)
-            size = state.ledger.unreserved(group.segment, reserved_slots)
+            size = state.book(group.segment, "reserved", reserved_slots, -1)
             group.stock_bytes -= size
             state.namespaces.get(group.namespace).used_bytes -= size
             state.free_slots(group.segment, reserved_slots)

@@ -148,8 +148,16 @@ the conversation later, when the small queue has passed.
 """
 
 
-def nothing_passed() -> None:
-    """Lets a policy pass over any number of used blocks."""
+Evictable = Callable[[int], bool]
+PassOver = Callable[[int, bool], bool]
+"""See ``S3FifoPolicy.victim``."""
+_ENOUGH = -1
+"""Answer of a scan that was told to stop."""
+
+
+def never_enough(slot: int, used: bool) -> bool:
+    """Lets a policy pass over any number of blocks."""
+    return False
 
 
 class S3FifoPolicy:
@@ -231,15 +239,13 @@ class S3FifoPolicy:
         if not self._small.remove_one(slot) and not self._main.remove_one(slot):
             raise ValueError(f"slot {slot} is not a member")
 
-    def victim(
-        self, evictable: Callable[[int], bool], passed: Callable[[], None] = nothing_passed
-    ) -> int | None:
+    def victim(self, evictable: Evictable, pass_over: PassOver = never_enough) -> int | None:
         """Return the member to evict next, still a member; None if none of them is evictable.
 
-        ``passed`` is called for each used block that was passed over. If it or ``evictable``
-        raises, the policy stays consistent and the next call continues from there.
+        ``pass_over`` is called for each block that was passed over, with whether that was for its
+        use. If it answers true, the search ends with None, and the next call continues from there.
 
-        ``evictable`` must be pure during the call. Without other calls between, and while
+        ``evictable`` must be pure. Without other calls between, and while
         ``evictable`` answers the same, a second call returns the same slot.
 
         Passing over a used block spends one of its uses, so those steps are paid for by ``touch``.
@@ -248,11 +254,11 @@ class S3FifoPolicy:
         bytes rules that out except for small namespaces, and a call never looks at a member more
         than ``FREQ_MAX + 3`` times.
         """
-        for scan in (self._scan_small, self._scan_main):
-            slot = scan(evictable, passed)
+        for scan in (self._scan_small, self._scan_main, self._any_of_small):
+            slot = scan(evictable, pass_over)
             if slot is not None:
-                return slot
-        return self._any_of_small(evictable)
+                return None if slot == _ENOUGH else slot
+        return None
 
     def age_rank(self) -> int | None:
         """Push time of the entry at the cold end; None if there is none.
@@ -287,7 +293,7 @@ class S3FifoPolicy:
         small = self._small.live
         return small > 0 and small * SMALL_ONE_IN >= small + self._main.live
 
-    def _scan_small(self, evictable: Callable[[int], bool], used: Callable[[], None]) -> int | None:
+    def _scan_small(self, evictable: Evictable, pass_over: PassOver) -> int | None:
         """Promote used blocks and propose the first unused one, while the small queue is due.
 
         The turn is checked at each step, so that a second call finds the answer that this one left.
@@ -296,18 +302,20 @@ class S3FifoPolicy:
         while self._small_is_due() and passed < self._small.live:
             slot = self._small.peek()
             assert slot is not None
-            if freq.item(slot) >= PROMOTE_FREQ:
+            used = freq.item(slot) >= PROMOTE_FREQ
+            if used:
                 freq[slot] = 0
                 self._small.move_oldest(self._main)
-                used()
             elif evictable(slot):
                 return slot
             else:
                 self._small.move_oldest(self._small)
                 passed += 1
+            if pass_over(slot, used):
+                return _ENOUGH
         return None
 
-    def _scan_main(self, evictable: Callable[[int], bool], used: Callable[[], None]) -> int | None:
+    def _scan_main(self, evictable: Evictable, pass_over: PassOver) -> int | None:
         """Give used blocks another round for one use each; propose the first without uses."""
         freq, passed = self._arrays.freq, 0
         while passed < self._main.live:
@@ -318,15 +326,16 @@ class S3FifoPolicy:
                 freq[slot] = uses - 1
                 self._main.move_oldest(self._main)
                 passed = 0
-                used()
             elif evictable(slot):
                 return slot
             else:
                 self._main.move_oldest(self._main)
                 passed += 1
+            if pass_over(slot, uses > 0):
+                return _ENOUGH
         return None
 
-    def _any_of_small(self, evictable: Callable[[int], bool]) -> int | None:
+    def _any_of_small(self, evictable: Evictable, pass_over: PassOver) -> int | None:
         """Return the oldest evictable block of the small queue, used or not, if main is all held.
 
         Promotes nothing: the main queue's scan of a second call would find it first.
@@ -337,4 +346,6 @@ class S3FifoPolicy:
             if evictable(slot):
                 return slot
             self._small.move_oldest(self._small)
+            if pass_over(slot, False):
+                return _ENOUGH
         return None

@@ -215,14 +215,23 @@ class SlotTable:
         """Invalidate every extent of these slots that was handed out so far."""
         self.generation[slots] += np.uint32(1)
 
-    def shards_of(self, head: int) -> list[int]:
-        """All slots of a block, in rank order."""
-        slots = [head]
-        link = int(self.sibling[head])
-        while link:
-            slots.append(link - 1)
-            link = int(self.sibling[link - 1])
-        return slots
+    def kinds(self, heads: I64) -> I64:
+        """A number of namespace and KV group of each block: ``number << 8 | group``."""
+        kinds: I64 = self.namespace[heads].astype(np.int64) << 8 | self.group[heads]
+        return kinds
+
+    def by_kind(self, heads: I64) -> Iterator[tuple[int, int, I64]]:
+        """Yield the number of the namespace, the KV group and the heads of each kind of blocks."""
+        kinds = self.kinds(heads)
+        alike = np.count_nonzero(kinds == kinds[:1]) == len(kinds)
+        for kind in (kinds[:1] if alike else np.unique(kinds)).tolist():
+            yield kind >> 8, kind & 0xFF, heads if alike else heads[kinds == kind]
+
+    def by_segment(self, slots: I64) -> Iterator[tuple[int, I64]]:
+        """Yield each segment that has some of the slots, and those."""
+        segments = self.slab_segment[self.slabs_of(slots)]
+        for segment in np.unique(segments).tolist():
+            yield segment, slots[segments == segment]
 
     def blocks_of(self, heads: I64) -> list[I64]:
         """All slots of each block in rank order, one array (blocks, shards) per shard count."""

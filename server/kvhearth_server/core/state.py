@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
-from kvhearth_server.core.actions import Action, Catalogue, EventLog, Mark, SlabSized
+from kvhearth_server.core.actions import Action, EventLog, Mark, SlabSized
 from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Chains, Index
 from kvhearth_server.core.lower_tier import LowerTier, WritebackQueue
-from kvhearth_server.core.namespaces import Namespace, Namespaces
+from kvhearth_server.core.namespaces import Namespace, Namespaces, check_epoch
 from kvhearth_server.core.policies import PolicySet
 from kvhearth_server.core.slot_table import Geometry, Pick, SlabPool, SlotTable, State
 
@@ -42,6 +43,9 @@ class Limits:
     namespace_quota_bytes: int | None = None
 
 
+Account = Literal["reserved", "committed", "quarantined", "loading", "held"]
+
+
 @dataclass
 class SegmentBooks:
     """Bytes of one segment.
@@ -67,51 +71,6 @@ class SegmentBooks:
     def free(self) -> int:
         """Unused bytes (slack inside slabs included)."""
         return self.capacity - self.reserved - self.committed - self.quarantined - self.loading
-
-
-class Ledger:
-    """Books of all segments; each method books slots of one segment, by their slot size."""
-
-    def __init__(self, table: SlotTable) -> None:
-        self._table = table
-        geometry = table.geometry
-        self.segments = [
-            SegmentBooks(geometry.segment_bytes(i)) for i in range(len(geometry.segments))
-        ]
-
-    def reserved(self, segment: int, slots: I64) -> int:
-        """Book slots from FREE to RESERVED; returns the bytes."""
-        size = self._table.total_bytes(slots)
-        self.segments[segment].reserved += size
-        return size
-
-    def unreserved(self, segment: int, slots: I64) -> int:
-        """Book slots out of RESERVED; the caller books the new use. Returns the bytes."""
-        size = self._table.total_bytes(slots)
-        self.segments[segment].reserved -= size
-        return size
-
-    def committed(self, segment: int, slots: I64, sign: int) -> int:
-        """Book slots into (+1) or out of (-1) the index; returns the bytes."""
-        size = self._table.total_bytes(slots)
-        self.segments[segment].committed += sign * size
-        return size
-
-    def quarantined(self, segment: int, slots: I64, sign: int) -> int:
-        """Book slots into (+1) or out of (-1) quarantine; returns the bytes."""
-        size = self._table.total_bytes(slots)
-        self.segments[segment].quarantined += sign * size
-        return size
-
-    def loading(self, segment: int, slots: I64, sign: int) -> int:
-        """Book slots from FREE to LOADING (+1) or out of LOADING (-1); returns the bytes."""
-        size = self._table.total_bytes(slots)
-        self.segments[segment].loading += sign * size
-        return size
-
-    def held(self, segment: int, slots: Pick, sign: int) -> None:
-        """Book committed slots that became (+1) unevictable or evictable again (-1)."""
-        self.segments[segment].held += sign * self._table.total_bytes(slots)
 
 
 class CoreState:
@@ -145,8 +104,11 @@ class CoreState:
             tenants=len(geometry.segments),
         )
         self.groups = Groups()
-        self.ledger = Ledger(self.table)
-        self.use(limits)
+        self.books = [
+            SegmentBooks(geometry.segment_bytes(i)) for i in range(len(geometry.segments))
+        ]
+        self.limits = limits
+        """Bounds, which may change while serving; what exceeds them stays until it ends."""
         self.events = EventLog()
         self.counts: dict[tuple[str, str], int] = {}
         self.evicted_at: list[U32] = []
@@ -155,13 +117,15 @@ class CoreState:
         self.sequence = 0
         self.release_epoch = 0
 
-    def use(self, limits: Limits) -> None:
-        """Set the bounds, at the start or while serving; what exceeds them stays until it ends."""
-        self.limits = limits
-
     def part(self, total: int) -> int:
         """A tenant's part of a bound that all tenants have in equal parts."""
         return max(1, total // len(self.segment_of))
+
+    def book(self, segment: int, account: Account, slots: Pick, sign: int) -> int:
+        """Book slots of a segment into (+1) or out of (-1) an account; returns their bytes."""
+        size, books = self.table.total_bytes(slots), self.books[segment]
+        setattr(books, account, getattr(books, account) + sign * size)
+        return size
 
     def _slab_sized(self, slab: int, slot_bytes: int) -> None:
         self.actions.append(SlabSized(slab, slot_bytes))
@@ -170,13 +134,6 @@ class CoreState:
         """Charge a namespace bytes (or give them back); number 0 is no namespace."""
         if number:
             self.namespaces.get(number).used_bytes += size
-
-    def forget_ended(self) -> None:
-        """Forget the ended namespaces that have no blocks any more, also in the catalogue."""
-        version = self.namespaces.version
-        self.namespaces.forget_ended()
-        if self.namespaces.version != version:
-            self.actions.append(Catalogue())
 
     def take_actions(self) -> list[Action]:
         """Return the actions that the shell must perform now, in order."""
@@ -229,13 +186,26 @@ class CoreState:
             raise KVHearthError(Reason.GROUP_GONE, "this session's group has ended; attach again")
         return group
 
-    def spec(self, namespace: Namespace, kv_group: int) -> GroupSpec:
-        """The spec of a KV group of a namespace.
+    def current(self, session: int, epoch: int) -> tuple[Group, Namespace]:
+        """The living group of a session, and its namespace, if that has this weights epoch.
 
         Raises:
-            KVHearthError: ``bad_group``.
+            KVHearthError: ``group_gone``, ``stale_epoch``.
         """
-        return group_spec(namespace.contract, kv_group)
+        group = self.group_of(session)
+        namespace = self.namespaces.get(group.namespace)
+        check_epoch(namespace, epoch)
+        return group, namespace
+
+    def check_count(self, blocks: int) -> None:
+        """Refuse a call that names too many blocks.
+
+        Raises:
+            KVHearthError: ``too_many_keys``.
+        """
+        if blocks > (most := self.limits.keys_max):
+            text = f"{blocks} blocks in one call, at most {most}"
+            raise KVHearthError(Reason.TOO_MANY_KEYS, text)
 
     def slot_bytes(self, spec: GroupSpec) -> int:
         """Slot size of a group's shards."""
@@ -247,7 +217,7 @@ class CoreState:
         Raises:
             KVHearthError: ``bad_group``.
         """
-        spec = self.spec(namespace, kv_group)
+        spec = group_spec(namespace.contract, kv_group)
         return spec.shards * self.slot_bytes(spec)
 
     def free_slots(self, segment: int, slots: I64) -> None:
@@ -260,7 +230,7 @@ class CoreState:
         self.table.sibling[slots] = 0
         self.table.head[slots] = 0
         self.table.copy_state[slots] = 0
-        self.ledger.segments[segment].capacity -= self.pools[segment].give(slots)
+        self.books[segment].capacity -= self.pools[segment].give(slots)
         self.actions.append(Mark(slots, State.FREE))
         self.release_epoch += 1
 

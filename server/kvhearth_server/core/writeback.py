@@ -13,8 +13,11 @@ from kvhearth_server.core.slot_table import CopyState
 from kvhearth_server.core.state import CoreState
 
 
-class Writeback:
-    """Portions that are being written."""
+class Copies:
+    """Batches of blocks that are being copied to another tier; their slots are held as by a reader.
+
+    Blocks of a batch are of one namespace, its current epoch, and one KV group.
+    """
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
@@ -22,8 +25,79 @@ class Writeback:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes being written."""
+        """Bytes being copied."""
         return sum(batch.payload_bytes for batch in self._batches)
+
+    def held(self, segment: int) -> list[I64]:
+        """The slots that are being copied."""
+        return [each.slots.reshape(-1) for each in self._batches if each.segment == segment]
+
+    def _room(
+        self, heads: I64, bytes_max: int, *, blocks_max: int = 1 << 32, slots_max: int = 1 << 32
+    ) -> int:
+        """Number of blocks at the begin of ``heads`` that are of one kind and may be held now."""
+        state, table = self._state, self._state.table
+        kinds = table.kinds(heads)
+        alike = kinds == kinds[0]
+        count = len(heads) if alike.all() else int(alike.argmin())
+        namespace, kv_group = self._kind(heads)
+        spec, segment = namespace.contract.groups[kv_group], state.segment_of[namespace.tenant]
+        block = state.slot_bytes(spec) * spec.shards
+        room = max(bytes_max, 0 if self._batches else block)
+        room = min(room, hold_room(state, segment))
+        leases = state.limits.leased_slots_max - state.books[segment].leased_slots
+        most = min(blocks_max, max(1, slots_max // spec.shards))
+        return max(0, min(count, most, room // block, leases // spec.shards))
+
+    def _kind(self, heads: I64) -> tuple[Namespace, int]:
+        """Namespace and KV group of the first block."""
+        table, head = self._state.table, heads.item(0)
+        return self._state.namespaces.get(table.namespace.item(head)), table.group.item(head)
+
+    def _hold(
+        self, heads: I64, parent_keys: list[bytes] | None = None, *, renew: bool = False
+    ) -> BlockBatch:
+        """Hold the slots of blocks of one kind, for which there is room, as a batch."""
+        state, table = self._state, self._state.table
+        namespace, kv_group = self._kind(heads)
+        spec, segment = namespace.contract.groups[kv_group], state.segment_of[namespace.tenant]
+        slots = table.all_shards(heads, spec.shards)
+        hold(state, segment, slots.reshape(-1))
+        links = table.parent[heads].astype(np.int64) - 1
+        batch = BlockBatch(
+            namespace,
+            kv_group,
+            spec,
+            segment,
+            namespace.epoch,
+            state.index.keys(heads),
+            slots,
+            table.generation[heads].copy(),
+            table.checksum[slots],
+            table.sequence[heads],
+            np.where(links >= 0, table.sequence[np.maximum(links, 0)], np.uint64(0)),
+            parent_keys or [],
+            renew,
+        )
+        self._batches.append(batch)
+        return batch
+
+    def _end(self, batch: BlockBatch) -> Bools:
+        """Release a batch's slots; returns which blocks still live, (n,)."""
+        alive = self._state.table.generation[batch.slots[:, 0]] == batch.generations
+        self._batches.remove(batch)
+        unhold(self._state, batch.segment, batch.slots.reshape(-1))
+        return np.asarray(alive)
+
+    def _remove_wrong(self, heads: I64, found_by: str) -> None:
+        """Remove blocks whose bytes in memory do not match their checksums."""
+        if len(heads):
+            self._state.count("checksum_failures", len(heads), found_by)
+            remove_blocks(self._state, heads, Cause.CHECKSUM)
+
+
+class Writeback(Copies):
+    """Batches that are being written back."""
 
     def writes(self, namespace: Namespace) -> bool:
         """Whether blocks of a namespace are being written."""
@@ -46,47 +120,15 @@ class Writeback:
         return None
 
     def _begin(self, segment: int, slots_max: int, bytes_max: int) -> BlockBatch | None:
-        state, table = self._state, self._state.table
         heads, generations = self._next(segment)
         if not len(heads):
             return None
-        pairs = table.namespace[heads].astype(np.int64) << 40 | table.epoch[heads].astype(np.int64)
-        pairs = pairs << 8 | table.group[heads]
-        alike = pairs == pairs[0]
-        count = len(heads) if alike.all() else int(alike.argmin())
-        namespace = state.namespaces.get(int(table.namespace[heads[0]]))
-        kv_group = int(table.group[heads[0]])
-        spec = namespace.contract.groups[kv_group]
-        block = state.slot_bytes(spec) * spec.shards
-        room = max(bytes_max, 0 if self._batches else block)
-        room = min(room, hold_room(state, segment))
-        leases = state.limits.leased_slots_max - state.ledger.segments[segment].leased_slots
-        most = max(1, slots_max // spec.shards)
-        count = max(0, min(count, most, room // block, leases // spec.shards))
-        state.writeback_queue.put_back(heads[count:], generations[count:])
+        count = self._room(heads, bytes_max, slots_max=slots_max)
+        self._state.writeback_queue.put_back(heads[count:], generations[count:])
         if not count:
             return None
-        heads, generations = heads[:count], generations[:count]
-        slots = table.all_shards(heads, spec.shards)
-        hold(state, segment, slots.reshape(-1))
-        table.copy_state[heads] = CopyState.WRITING
-        links = table.parent[heads].astype(np.int64) - 1
-        parents = np.where(links >= 0, table.sequence[np.maximum(links, 0)], np.uint64(0))
-        batch = BlockBatch(
-            namespace,
-            kv_group,
-            spec,
-            segment,
-            int(table.epoch[heads[0]]),
-            state.index.keys(heads),
-            slots,
-            generations,
-            table.checksum[slots],
-            table.sequence[heads],
-            parents,
-        )
-        self._batches.append(batch)
-        return batch
+        self._state.table.copy_state[heads[:count]] = CopyState.WRITING
+        return self._hold(heads[:count])
 
     def _next(self, segment: int) -> tuple[I64, U32]:
         """Take blocks of a segment that wait and are worth writing; none if no more wait."""
@@ -129,12 +171,9 @@ class Writeback:
         state.table.copy_state[heads[refused][alive[refused]]] = CopyState.REFUSED
         late = heads[again][alive[again]]
         state.writeback_queue.put_back(late, state.table.generation[late].copy())
-        bad = heads[wrong][alive[wrong]]
-        if len(bad):
-            state.count("checksum_failures", len(bad), "demotion")
-            remove_blocks(state, bad, Cause.CHECKSUM)
+        self._remove_wrong(heads[wrong][alive[wrong]], "demotion")
         state.count("demoted_blocks", len(saved))
-        state.count("demoted_bytes", len(saved) * batch.slots.shape[1] * batch.spec.page_bytes)
+        state.count("demoted_bytes", len(saved) * batch.block_bytes)
         return len(saved)
 
     def lost(self, namespace: Namespace, kv_group: int, keys: list[bytes]) -> Bools:
@@ -148,17 +187,3 @@ class Writeback:
         saved = here[table.copy_state[here] == CopyState.SAVED]
         table.copy_state[saved] = CopyState.NOT
         return np.asarray(heads >= 0)
-
-    def held(self, segment: int) -> list[I64]:
-        """The slots that are being written."""
-        return [each.slots.reshape(-1) for each in self._batches if each.segment == segment]
-
-    def _end(self, batch: BlockBatch) -> Bools:
-        """Release the slots; returns which blocks still live, (n,)."""
-        table, heads = self._state.table, batch.slots[:, 0]
-        self._batches.remove(batch)
-        alive = (table.generation[heads] == batch.generations) & (
-            table.copy_state[heads] == CopyState.WRITING
-        )
-        unhold(self._state, batch.segment, batch.slots.reshape(-1))
-        return np.asarray(alive)

@@ -15,7 +15,7 @@ from kvhearth.errors import KVHearthError
 from kvhearth.failpoints import hit
 from kvhearth.model import CHECKSUM_BYTES, FLAG_VERIFY, I64, U8, U32, Records, sum_extents
 from kvhearth_server.core.actions import Sum
-from kvhearth_server.core.slot_table import State
+from kvhearth_server.core.slot_table import SlotTable, State
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.recovery import ORPHANED_LOADS_S
 from kvhearth_server.engine.sessions import Session
@@ -29,8 +29,8 @@ _SUM_HERE_BYTES = 256 << 10
 """Bytes that the loop sums itself: handing them over to a thread and back takes longer."""
 _SUM_BLOCKS_MAX = 1024
 """Upper bound on the blocks of one thread call; one call on the loop enters their checksums."""
-_REMOVED_MAX = 256
-"""Upper bound on the corrupt blocks that one call on the loop removes."""
+_VERIFIED_MAX = 256
+"""The same where blocks are verified: one call on the loop removes the corrupt ones."""
 _EXPIRED_MAX = 64
 """Upper bound on the pins that one call on the loop ends; each names up to ``keys_max`` blocks."""
 
@@ -119,11 +119,8 @@ class ChecksumWorkers:
         sizes = table.slot_bytes_of(action.slots).sum(axis=1)
         step = _blocks_at_once(int(sizes.max()))
         for start in range(0, count, step):
-            slots = action.slots[start : start + step]
-            generations = action.generations[start : start + step]
-            live = (table.generation[slots] == generations).all(axis=1)
-            live &= (table.state[slots] == State.COMMITTED).all(axis=1)
-            slots, generations = slots[live], generations[live]
+            portion = slice(start, start + step)
+            slots, generations = _living(table, action, portion, State.COMMITTED)
             if not len(slots):
                 continue
             sums = await self._sums(slots.reshape(-1))
@@ -155,12 +152,10 @@ class ChecksumWorkers:
     def _lengths(self, slots: I64) -> I64:
         state = self._engine.core.state
         table = state.table
-        lengths = np.zeros(len(slots), np.int64)
-        pairs = table.namespace[slots].astype(np.int64) * 256 + table.group[slots]
-        alike = len(slots) == np.count_nonzero(pairs == pairs[0])
-        for pair in (pairs[:1] if alike else np.unique(pairs)).tolist():
-            contract = state.namespaces.get(pair // 256).contract
-            lengths[pairs == pair] = contract.groups[pair % 256].page_bytes
+        kinds, lengths = table.kinds(slots), np.zeros(len(slots), np.int64)
+        for number, kv_group, _ in table.by_kind(slots):
+            page_bytes = state.namespaces.get(number).contract.groups[kv_group].page_bytes
+            lengths[kinds == (number << 8 | kv_group)] = page_bytes
         return lengths
 
     # -- verification ------------------------------------------------------------------------------
@@ -177,21 +172,18 @@ class ChecksumWorkers:
         checksums, and in arrays, because a portion may have thousands of blocks.
         """
         table = self._engine.core.state.table
-        generations = table.generation[slots]
+        blocks = Sum(slots, table.generation[slots])
         sizes = table.slot_bytes_of(slots).sum(axis=1)
-        step, removed = _blocks_at_once(int(sizes.max(initial=0))), 0
+        step, removed = min(_blocks_at_once(int(sizes.max(initial=0))), _VERIFIED_MAX), 0
         for start in range(0, len(slots), step):
-            portion = slice(start, start + step)
-            removed += await self._verify_portion(slots[portion], generations[portion])
+            removed += await self._verify_portion(blocks, slice(start, start + step))
         if removed:
             _log.error("blocks.corrupt", blocks=removed, found_by="reader", message="removed")
         return removed
 
-    async def _verify_portion(self, slots: I64, generations: U32) -> int:
+    async def _verify_portion(self, blocks: Sum, portion: slice) -> int:
         table = self._engine.core.state.table
-        live = (table.generation[slots] == generations).all(axis=1)
-        live &= (table.state[slots] == State.SUMMED).all(axis=1)
-        slots, generations = slots[live], generations[live]
+        slots, generations = _living(table, blocks, portion, State.SUMMED)
         if not len(slots):
             return 0
         every = slots.reshape(-1)
@@ -201,13 +193,7 @@ class ChecksumWorkers:
         same = table.generation[every] == generations.reshape(-1)
         table.flags[every[~wrong & same]] &= ~np.uint8(FLAG_VERIFY)
         bad = wrong.reshape(slots.shape).any(axis=1) & same.reshape(slots.shape).all(axis=1)
-        removed = 0
-        for start in range(0, np.count_nonzero(bad), _REMOVED_MAX):
-            if start:
-                await asyncio.sleep(0)
-            some = slice(start, start + _REMOVED_MAX)
-            removed += self._remove(slots[bad, 0][some], generations[bad, 0][some])
-        return removed
+        return self._remove(slots[bad, 0], generations[bad, 0]) if bad.any() else 0
 
     def _remove(self, heads: I64, generations: U32) -> int:
         """Remove corrupt blocks, and promote those that have good copies in the lower tier."""
@@ -274,6 +260,14 @@ class ChecksumWorkers:
 def _blocks_at_once(block_bytes: int) -> int:
     """Return the number of blocks that one thread call sums."""
     return min(max(1, _SUM_BYTES // max(1, block_bytes)), _SUM_BLOCKS_MAX)
+
+
+def _living(table: SlotTable, blocks: Sum, portion: slice, state: State) -> tuple[I64, U32]:
+    """Return the slots and generations of a portion's blocks that still live, in a state."""
+    slots, generations = blocks.slots[portion], blocks.generations[portion]
+    live = (table.generation[slots] == generations).all(axis=1)
+    live &= (table.state[slots] == state).all(axis=1)
+    return slots[live], generations[live]
 
 
 def _let_others_first() -> None:

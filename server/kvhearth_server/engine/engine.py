@@ -15,10 +15,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ParamSpec, TypeVar
-
-import numpy as np
 
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, KEY_BYTES_MAX, Contract
 from kvhearth.errors import KVHearthError, Reason
@@ -30,16 +27,15 @@ from kvhearth_server.core.actions import (
     Action,
     Bind,
     BindOne,
-    Catalogue,
     Mark,
     SlabSized,
     Sum,
     Summed,
-    SumOne,
 )
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import hold_room
-from kvhearth_server.core.membership import Joined, Joining
+from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits, require
@@ -154,9 +150,10 @@ class Engine:
         self.ticks = TickClock(self.started_at)
         self.eviction_ages = Histogram(AGE_BOUNDS)
         self.to_sum: deque[Sum] = deque()
-        self._ones_to_sum: list[SumOne] = []
         self.work = asyncio.Event()
         """Set when ``to_sum`` has got more."""
+        self.notices: dict[str, str] = {}
+        """Facts that an operator should know though the daemon serves, by their subject."""
         self.doors_shut: dict[str, str] = {}
         """Reasons of doors that take nobody for the moment, by the door's name."""
         self.tiering: Tiering | None = None
@@ -164,6 +161,8 @@ class Engine:
             [path for tier in tiers for path in tier.directories], counters
         )
         self.core.state.writeback_queue.on = any(not tier.shared for tier in tiers)
+        self._noted_version = 0
+        """Version of the namespaces for which the last write of the catalogue was asked."""
         self._written_version = -1
         self._namespace_texts = (-1, list[str]())
         """Namespaces as the catalogue has them, and their version."""
@@ -179,11 +178,6 @@ class Engine:
         self.miss_ratios = MissRatios(self)
         self.watch = Watch(self)
         self.write_catalogue()
-
-    @cached_property
-    def notices(self) -> dict[str, str]:
-        """Facts that an operator should know though the daemon serves, by their subject."""
-        return {}
 
     def _use_memory(self) -> None:
         """Let the core know which slabs have memory."""
@@ -209,7 +203,7 @@ class Engine:
 
     def use(self, limits: Limits, ssd_bytes_per_day: int | None = None) -> None:
         """Use other bounds from now on, and another write budget unless it is None."""
-        self.core.state.use(limits)
+        self.core.state.limits = limits
         if self.tiering is not None and ssd_bytes_per_day is not None:
             self.tiering.tier.use_budget(ssd_bytes_per_day)
 
@@ -221,7 +215,6 @@ class Engine:
             return function(*args, **kwargs)
         finally:
             self._act()
-            self._tell_room()
             self.run_deferred()
 
     def call_deferred(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -232,17 +225,7 @@ class Engine:
         try:
             return function(*args, **kwargs)
         finally:
-            if self.core.state.actions:
-                self._act()
-            self._tell_room()
-
-    def authenticate(self, token: str) -> Session:
-        """Return the session of a gRPC token.
-
-        Raises:
-            KVHearthError: ``unknown_token``.
-        """
-        return self.sessions.authenticate(token, self.boot_id)
+            self._act()
 
     def heard(self, number: int, namespace: Namespace, counters: Mapping[str, int]) -> None:
         """Note a heartbeat of a session with its client's counters; the caller bounds them."""
@@ -301,7 +284,7 @@ class Engine:
         lock_byte, descriptors = -1, list[int]()
         with contextlib.ExitStack() as undo:
             undo.callback(self.call, self.core.membership.leave, number, finished=True)
-            joined = self.call(self.core.membership.join, joining)
+            group = self.call(self.core.membership.join, joining)
             if hello.map_arena:
                 lock_byte, descriptors = self._descriptors(segment)
                 for descriptor in descriptors:
@@ -316,7 +299,7 @@ class Engine:
                 token,
                 peer,
                 lock_byte,
-                joined.group.number,
+                group.number,
                 self.boot_id,
                 keys_max=self.keys_max(contract),
                 identity=hello.identity,
@@ -331,11 +314,12 @@ class Engine:
             undo.pop_all()
         self.counters.add("sessions_opened")
         hit("attach.joined")
-        welcome = self._welcome(session, joined, hello)
+        welcome = self._welcome(session, group, hello)
         return Attached(session, hello, welcome, descriptors)
 
-    def _welcome(self, session: Session, joined: Joined, hello: Hello) -> Welcome:
+    def _welcome(self, session: Session, group: Group, hello: Hello) -> Welcome:
         number, mapped = session.segment, hello.map_arena
+        namespace = self.core.state.namespaces.get(group.namespace)
         size, unpopulated = self.arena.segments[number], self.arena.populator.unpopulated(number)
         info = SegmentInfo(number, size.bytes, size.page_bytes, unpopulated)
         index = self.shared_index if hello.shared_index else None
@@ -343,9 +327,9 @@ class Engine:
             boot_id=self.boot_id,
             session=session.number,
             token=session.token,
-            incarnation=joined.group.incarnation,
-            namespace=joined.namespace.digest.hex(),
-            epoch=joined.namespace.epoch,
+            incarnation=group.incarnation,
+            namespace=namespace.digest.hex(),
+            epoch=namespace.epoch,
             generation_count=self.arena.generations.count if mapped or index else 0,
             keys_max=session.keys_max,
             message_bytes_max=self.shell.message_bytes_max,
@@ -353,7 +337,7 @@ class Engine:
             segments=[info] if mapped else [],
             lineage=self.lineage,
             tables=[] if index is None else [index.shape(session.segment)],
-            namespace_number=0 if index is None else joined.namespace.number,
+            namespace_number=0 if index is None else namespace.number,
             memory_only=index is not None and not self.tiers,
         )
 
@@ -382,7 +366,7 @@ class Engine:
         if self.tiering is None:
             return
         if not any(group.number == number and not group.ended for group in self.core.state.groups):
-            self.tiering.group_ended(number)
+            self.tiering.promoter.group_ended(number)
 
     def drained(self, session: Session) -> None:
         """Record that a session that left can certainly write no more."""
@@ -409,7 +393,7 @@ class Engine:
         for index in range(4 * self.limits.sessions_max):
             if index not in taken and not mapped.client_byte_held(index):
                 with contextlib.ExitStack() as undo:
-                    generations = self._generations_copy(segment)
+                    generations = self.arena.generations.reopen(segment)
                     undo.callback(os.close, generations)
                     descriptors = [mapped.lock_client_byte(index), generations]
                     undo.pop_all()
@@ -423,22 +407,25 @@ class Engine:
         """Yield descriptors for a client that finds blocks by itself; the caller closes them."""
         if hello.shared_index and self.shared_index is not None:
             if not hello.map_arena:
-                yield self._generations_copy(segment)
+                yield self.arena.generations.reopen(segment)
             yield self.shared_index.reopen(segment)
-
-    def _generations_copy(self, segment: int) -> int:
-        return self.arena.generations.reopen(segment)
 
     # -- actions -----------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        """Apply the actions that must precede the answer."""
-        if self.shared_index is not None:
-            self.shared_index.follow()
-        for action in self.core.state.take_actions():
-            self._do(action)
-        if self.shared_index is not None:
-            self.shared_index.publish_noted()
+        """Apply what must precede the answer: actions, and changes of the namespaces."""
+        version = self.core.state.namespaces.version
+        if version != self._noted_version or self.core.state.actions:
+            if self.shared_index is not None:
+                self.shared_index.follow()
+            for action in self.core.state.take_actions():
+                self._do(action)
+            if self.shared_index is not None:
+                self.shared_index.publish_noted()
+        if version != self._noted_version:
+            self._noted_version = version
+            self.write_catalogue()
+        self._tell_room()
 
     def _tell_room(self) -> None:
         """Tell clients that map the index how much may still be leased."""
@@ -449,11 +436,7 @@ class Engine:
     def run_deferred(self) -> None:
         """Do the work deferred until after the answer. Idempotent."""
         state = self.core.state
-        if self._ones_to_sum:
-            ones, self._ones_to_sum = self._ones_to_sum, []
-            slots = np.array([one.slot for one in ones], np.int64)
-            generations = np.array([one.generation for one in ones], np.uint32)
-            self.to_sum.append(Sum(slots[:, None], generations[:, None]))
+        if self.to_sum:
             self.work.set()
         if state.counts:
             self.counters.add_all(state.take_counts())
@@ -464,13 +447,8 @@ class Engine:
             self.tiering.wake()
 
     def _do(self, action: Action) -> None:
-        if isinstance(action, SumOne):
-            self._ones_to_sum.append(action)
-        elif isinstance(action, Sum):
+        if isinstance(action, Sum):
             self.to_sum.append(action)
-            self.work.set()
-        elif isinstance(action, Catalogue):
-            self.write_catalogue()
         else:
             if self.journal is not None:
                 _record(self.journal, action)

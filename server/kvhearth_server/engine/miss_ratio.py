@@ -122,7 +122,7 @@ class MissRatios:
     def _capacities(self, tenant: str) -> tuple[int, int]:
         """Return a tenant's bytes of memory and of the SSD tier."""
         state, tiering = self._engine.core.state, self._engine.tiering
-        memory = state.ledger.segments[state.segment_of[tenant]].capacity
+        memory = state.books[state.segment_of[tenant]].capacity
         return memory, 0 if tiering is None else tiering.tier.quota_bytes(tenant)
 
     def _limit(self, tenant: str) -> int:

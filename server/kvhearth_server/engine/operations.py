@@ -79,7 +79,7 @@ async def _drop_copies(engine: Engine, digest: bytes) -> int:
     tiering, namespace = engine.tiering, engine.core.state.namespaces.find(digest)
     if tiering is None or namespace is None:
         return 0  # empty and unused, the namespace made place for another one meanwhile
-    name = tiering.name(namespace)
+    name = tiering.names.name(namespace)
     engine.call(engine.core.drop_copies, digest)
     dropped = 0
     while engine.core.state.namespaces.find(digest) is namespace:

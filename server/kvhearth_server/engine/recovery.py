@@ -153,66 +153,50 @@ def _member(member: Member, record: Session) -> list[Any]:
     return [member.session, member.rank, member.scheduler, record.lock_byte, record.boot_id]
 
 
-def restore_lineage(content: dict[str, Any]) -> str:
-    """Return the id of the cold start that the catalogue descends from.
+def _restore(engine: Engine, content: dict[str, Any]) -> None:
+    """Restore lineage, numbers and namespaces of a catalogue, except the namespaces of tenants that
+    the settings no longer name.
 
     Raises:
-        KVHearthError: ``arena_unusable`` if the catalogue has none.
+        KVHearthError: ``arena_unusable`` if the catalogue is not whole; nothing has changed.
     """
-    lineage = content.get("lineage")
-    if not isinstance(lineage, str) or not lineage:
-        raise _damaged(ValueError(f"lineage is {lineage!r}"))
-    return lineage
+    _check(content)
+    namespaces, tenants = engine.core.state.namespaces, engine.core.state.segment_of
+    engine.lineage = content["lineage"]
+    engine.sessions.number_from(content["next_session"])
+    namespaces.epoch_floor = content["epoch_floor"]
+    for entry in content["namespaces"]:
+        if entry["tenant"] in tenants:
+            namespaces.restore(
+                entry["number"],
+                entry["tenant"],
+                Contract.from_json(entry["contract"]),
+                entry["epoch"],
+                entry["tier_epoch"],
+                entry["label"],
+                entry["model_name"],
+            )
 
 
-def check_namespaces(content: dict[str, Any]) -> None:
-    """Check that namespaces can be restored from a content, before any of them is.
-
-    Raises:
-        KVHearthError: ``arena_unusable``.
-    """
-    restore_lineage(content)
+def _check(content: dict[str, Any]) -> None:
     try:
+        if not isinstance(content["lineage"], str) or not content["lineage"]:
+            raise ValueError(f"lineage is {content['lineage']!r}")
         numbers = [entry["number"] for entry in content["namespaces"]]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError("a number is there twice")
         for entry in content["namespaces"]:
             Contract.from_json(entry["contract"])
             whole = type(entry["number"]) is int and 0 < entry["number"] <= NUMBER_MAX
-            epochs = (entry["epoch"], entry.get("tier_epoch", 0))
+            epochs = (entry["epoch"], entry["tier_epoch"])
             whole &= all(type(each) is int and 0 <= each <= _EPOCH_MAX for each in epochs)
-            label = entry.get("label")
-            whole &= label is None or isinstance(label, str)
-            whole &= isinstance(entry.get("model_name", ""), str)
-            if not whole or not isinstance(entry["tenant"], str):
+            whole &= entry["label"] is None or isinstance(entry["label"], str)
+            whole &= isinstance(entry["model_name"], str) and isinstance(entry["tenant"], str)
+            if not whole:
                 raise ValueError(f"namespace {entry['number']!r} is not whole")
         counts = (content["epoch_floor"], content["next_session"])
         if not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(f"{counts} are no counts")
-    except (KeyError, TypeError, ValueError, KVHearthError) as error:
-        raise _damaged(error) from None
-    if len(set(numbers)) < len(numbers):
-        raise _damaged(ValueError("a number is there twice"))
-
-
-def restore_namespaces(state: CoreState, content: dict[str, Any]) -> None:
-    """Restore the namespaces of a catalogue, except those of tenants that the settings no longer
-    name.
-
-    Raises:
-        KVHearthError: ``arena_unusable`` if the catalogue is not of this form.
-    """
-    try:
-        state.namespaces.epoch_floor = int(content["epoch_floor"])
-        for entry in content["namespaces"]:
-            if entry["tenant"] in state.segment_of:
-                contract = Contract.from_json(entry["contract"])
-                epoch, number = entry["epoch"], entry["number"]
-                # A catalogue from before labels does not tell the weights of later epochs.
-                label = entry.get("label", "" if epoch == 1 else None)
-                dropped = int(entry.get("tier_epoch", 0))
-                name = entry.get("model_name", "")
-                state.namespaces.restore(
-                    number, entry["tenant"], contract, epoch, dropped, label, name
-                )
     except (KeyError, TypeError, ValueError, KVHearthError) as error:
         raise _damaged(error) from None
 
@@ -247,21 +231,7 @@ def restore_groups(
             for session, rank, scheduler, lock_byte, boot_id in entry["members"]:
                 gone = MemberState.GONE
                 group.members[session] = Member(session, rank, bool(scheduler), True, gone)
-                peer = Peer(-1, 0, -1)
-                ghosts.append(
-                    Session(
-                        session,
-                        group.tenant,
-                        segment,
-                        "",
-                        peer,
-                        lock_byte,
-                        group.number,
-                        boot_id,
-                        ghost=True,
-                        gone=True,
-                    )
-                )
+                ghosts.append(_ghost(session, group, lock_byte, boot_id))
             state.groups.restore(group)
             groups[group.number] = group
     except (KeyError, TypeError, ValueError) as error:
@@ -288,9 +258,7 @@ def take_over(engine: Engine) -> None:
     if old is None or engine.journal is None:
         _start_cold(engine)
         return
-    engine.lineage = restore_lineage(old)
-    engine.sessions.number_from(int(old.get("next_session", 1)))
-    restore_namespaces(state, old)
+    _restore(engine, old)
     found = read_journal(engine.journal, engine.arena.plan.geometry, state.namespaces)
     groups, ghosts = restore_groups(state, old)
     if 0 in found.held or set(found.held) - set(groups):
@@ -336,22 +304,17 @@ def _start_cold(engine: Engine) -> None:
     if engine.tiers:
         # Start above the numbers that an earlier run gave to blocks that the tier may still have.
         state.sequence = int(time.time()) << 16
-    lower_tier = engine.ssd_catalogue.read()
+    content = engine.ssd_catalogue.read()
     try:
-        if lower_tier is not None:
-            check_namespaces(lower_tier)
+        if content is not None:
+            _restore(engine, content)
+            _end_private(engine)
+            return
     except KVHearthError as error:
         _log.error("ssd_catalogue.damaged", error=str(error))
-        lower_tier = None
-    if lower_tier is None:
-        # Epochs of an earlier run are forgotten and must not recur: an engine that still runs with
-        # old weights would share blocks with one that has new weights.
-        state.namespaces.epoch_floor = int(time.time())
-        return
-    engine.lineage = restore_lineage(lower_tier)
-    engine.sessions.number_from(int(lower_tier["next_session"]))
-    restore_namespaces(state, lower_tier)
-    _end_private(engine)
+    # Epochs of an earlier run are forgotten and must not recur: an engine that still runs with old
+    # weights would share blocks with one that has new weights.
+    state.namespaces.epoch_floor = int(time.time())
 
 
 def _unknown_holders(
@@ -363,8 +326,7 @@ def _unknown_holders(
     for number in [number for number in held if number not in groups]:
         del held[number]
     every = np.concatenate(orphaned_loads)
-    segments = state.table.slab_segment[state.table.slabs_of(every)]
-    for segment in np.unique(segments).tolist():
+    for segment, slots in state.table.by_segment(every):
         tenant = state.table.geometry.segments[segment].tenant
         number = 1 + max([*groups, *(g.number for g in state.groups), 0])
         group = Group(number, tenant, segment, "", 0, 0, 0, ended=True)
@@ -373,12 +335,23 @@ def _unknown_holders(
             if mapped.client_byte_held(index):
                 session = 1 + max([*(g.number for g in ghosts), engine.sessions.next_number])
                 group.members[session] = Member(session, -1, False, True, MemberState.GONE)
-                ghosts.append(_ghost(session, tenant, segment, index, number))
+                ghosts.append(_ghost(session, group, index, ""))
         state.groups.restore(group)
         groups[number] = group
-        held[number] = every[segments == segment]
+        held[number] = slots
 
 
-def _ghost(number: int, tenant: str, segment: int, lock_byte: int, group: int) -> Session:
-    peer = Peer(-1, 0, -1)
-    return Session(number, tenant, segment, "", peer, lock_byte, group, "", ghost=True, gone=True)
+def _ghost(number: int, group: Group, lock_byte: int, boot_id: str) -> Session:
+    """Return the session of a member of an earlier run's group."""
+    return Session(
+        number,
+        group.tenant,
+        group.segment,
+        "",
+        Peer(-1, 0, -1),
+        lock_byte,
+        group.number,
+        boot_id,
+        ghost=True,
+        gone=True,
+    )

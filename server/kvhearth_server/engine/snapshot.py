@@ -203,7 +203,7 @@ def _segments(engine: Engine) -> list[SegmentNow]:
         for segment, shape, books, pool, mapped in zip(
             range(len(geometry.segments)),
             geometry.segments,
-            state.ledger.segments,
+            state.books,
             state.pools,
             engine.arena.segments,
             strict=True,

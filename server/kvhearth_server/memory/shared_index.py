@@ -148,12 +148,9 @@ class SharedIndex:
     def _publish_heads(self, heads: I64) -> None:
         state, table = self._state, self._state.table
         heads = heads[table.state[heads] == _SUMMED]
-        pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
-        same = np.count_nonzero(pairs == pairs[:1]) == len(pairs)
-        for pair in (pairs[:1] if same else np.unique(pairs)).tolist():
-            chosen, (number, group) = heads[pairs == pair], divmod(pair, 256)
+        for number, group, alike in table.by_kind(heads):
             namespace = state.namespaces.get(number)
-            chosen = chosen[table.epoch[chosen] == namespace.epoch]
+            chosen = alike[table.epoch[alike] == namespace.epoch]
             slots = table.all_shards(chosen, namespace.contract.groups[group].shards)
             keys = b"".join(state.index.keys(chosen))
             self._publish(number, group, namespace.epoch, slots, keys)

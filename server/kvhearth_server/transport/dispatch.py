@@ -107,7 +107,7 @@ class Dispatcher:
         Raises:
             KVHearthError: ``unknown_token``.
         """
-        return self._engine.authenticate(token)
+        return self._engine.sessions.authenticate(token, self._engine.boot_id)
 
     def body_bounds(self, session: Session) -> Mapping[int, tuple[str, int]]:
         """Return each call's name and the most bytes of its body for a session, by its kind.
@@ -376,7 +376,7 @@ class Dispatcher:
         _few(len(request.cancelled_ids), "cancelled ids")
         if engine.tiering is not None and request.cancelled_ids:
             group = engine.core.state.group_of(caller.session)
-            engine.tiering.cancel(group.number, request.cancelled_ids)
+            engine.tiering.promoter.cancel(group.number, request.cancelled_ids)
         if request.bad:
             return self._release_bad(request, caller)
         engine.call_deferred(engine.core.reading.release, caller.session, list(request.lease_ids))

@@ -25,7 +25,6 @@ from kvhearth_server.engine.tiering.writeback import WritebackLoop
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import (
     REMOTE,
-    BlockSpec,
     Completion,
     Evicted,
     Kind,
@@ -134,7 +133,7 @@ class Tiering:
         self._core = core
         self._call = call
         self._now = now
-        self._names = BlockNaming(core, lineage)
+        self.names = BlockNaming(core, lineage)
         self._several = len(tiers) > 1
         self.tier: Tier = tiers[0]
         """All tiers as one."""
@@ -142,14 +141,14 @@ class Tiering:
         """The same if some of them are shared."""
         if self._several or tiers[0].shared:
             chain = TierChain(tiers)
-            chain.use_identities(self._names.identify)
+            chain.use_identities(self.names.identify)
             self.tier = chain
             if tiers[-1].shared:
                 self._shared = chain
                 self.use_policy(policy)
-        self._promoter = Promoter(core, self.tier, self._names, call, now)
-        self._writeback = WritebackLoop(core, self.tier, self._names, call, now)
-        self._publisher = Publisher(core, self._shared, self._names, call, now)
+        self.promoter = Promoter(core, self.tier, self.names, call, now)
+        self.writeback = WritebackLoop(core, self.tier, self.names, call, now)
+        self.publisher = Publisher(core, self._shared, self.names, call, now)
         self._completions = deque[Completion]()
         self._drops = deque[Evicted]()
         self._turning = False
@@ -159,7 +158,7 @@ class Tiering:
         """Set when ``turn`` has something to do."""
         core.state.writeback_queue.on = not tiers[0].shared
         core.state.lower_tier = self
-        self.tier.use_owners(self._names.owner)
+        self.tier.use_owners(self.names.owner)
 
     def use_policy(self, policy: PublishPolicy) -> None:
         """Publish by this policy from now on, if there is a shared tier."""
@@ -170,7 +169,7 @@ class Tiering:
 
     def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
         """Return which keys could be loaded from tiers that are not shared."""
-        return self.tier.look_up(self.family(namespace, kv_group), keys).present
+        return self.tier.look_up(self.names.family(namespace, kv_group), keys).present
 
     def ask(
         self, namespace: Namespace, kv_group: int, keys: Sequence[bytes], here: Bools
@@ -181,7 +180,7 @@ class Tiering:
             if shared.shared:
                 return None
             shared = None
-        family = self.family(namespace, kv_group)
+        family = self.names.family(namespace, kv_group)
         window = hit_blocks(namespace.contract.groups[kv_group])
         if shared is not None and shared.shared and not np.count_nonzero(here):
             present, asking = shared.ask(family, keys, window)
@@ -223,23 +222,15 @@ class Tiering:
             remote: some of them are in a shared tier only.
             asking: a shared tier is being asked about others.
         """
-        loads = [(self.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
-        seconds = self.tier.estimate_s(loads, self._promoter.records) if loads else 0.0
+        loads = [(self.names.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
+        seconds = self.tier.estimate_s(loads, self.promoter.records) if loads else 0.0
         if self._shared is not None and remote:
             seconds = max(seconds, self._shared.remote_estimate_s(loads))
         if self._shared is not None and asking:
             seconds = max(seconds, ASKING_ROUNDS * self._shared.remote_estimate_s([]))
         return max(1, round(seconds * 1e6)) if loads or asking else 0
 
-    def family(self, namespace: Namespace, kv_group: int) -> BlockSpec:
-        """Return the tier's name for the blocks of a KV group."""
-        return self._names.family(namespace, kv_group)
-
     # -- dropping ----------------------------------------------------------------------------------
-
-    def name(self, namespace: Namespace) -> bytes:
-        """Return the tier's current name for a namespace; ``Core.drop_copies`` changes it."""
-        return self._names.name(namespace)
 
     def forget_copies(self, namespace: Namespace, name: bytes, count: int) -> int:
         """Forget up to ``count`` copies under an earlier name of a namespace; return how many."""
@@ -247,7 +238,7 @@ class Tiering:
         if found is None:
             return 0
         self._call(self._core.writeback.lost, namespace, found.group, found.keys)
-        self._names.publish_removed(namespace, found.group, found.keys, found.cause)
+        self.names.publish_removed(namespace, found.group, found.keys, found.cause)
         return len(found.keys)
 
     # -- up ----------------------------------------------------------------------------------------
@@ -256,26 +247,17 @@ class Tiering:
         self, promotion_queue: Iterable[PromotionRequest], group: int = 0, lease_id: int = 0
     ) -> None:
         """Promote blocks for a lookup of a group (group 0: for no particular requester)."""
-        self._promoter.ask(promotion_queue, (group, lease_id))
-        if self._promoter.waiting:
+        self.promoter.ask(promotion_queue, (group, lease_id))
+        if self.promoter.waiting:
             self.due.set()
-
-    def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
-        """Cancel the promotion requests of lookups that went away."""
-        self._promoter.cancel(group, lease_ids)
-
-    def group_ended(self, group: int) -> None:
-        """Cancel all promotion requests of a group."""
-        self._promoter.group_ended(group)
 
     def repair(self, heads: I64) -> Callable[[], None]:
         """Return a function that promotes good copies of blocks about to be removed as corrupt."""
         state, promotion_queue = self._core.state, list[PromotionRequest]()
         table = state.table
-        pairs = table.namespace[heads].astype(np.int64) * 256 + table.group[heads]
-        for pair in np.unique(pairs).tolist():
-            namespace, kv_group = state.namespaces.get(pair // 256), pair % 256
-            mine = heads[(pairs == pair) & (table.epoch[heads] == namespace.epoch)]
+        for number, kv_group, alike in table.by_kind(heads):
+            namespace = state.namespaces.get(number)
+            mine = alike[table.epoch[alike] == namespace.epoch]
             keys = state.index.keys(mine)
             rows = np.flatnonzero(self.present(namespace, kv_group, keys))
             links = table.parent[mine[rows]].astype(np.int64)
@@ -305,7 +287,7 @@ class Tiering:
             self._turn(time.perf_counter() + seconds)
         finally:
             self._turning = False
-        if self._completions or self._drops or self._promoter.due or self.pause_s() <= 0:
+        if self._completions or self._drops or self.promoter.due or self.pause_s() <= 0:
             self.due.set()
 
     def wake(self) -> None:
@@ -316,16 +298,16 @@ class Tiering:
 
     def pause_s(self) -> float:
         """Return the seconds until a turn has something to do; infinity without an event."""
-        at = min(self._writeback.due_at, self._publisher.due_at, self.tier.due_at)
+        at = min(self.writeback.due_at, self.publisher.due_at, self.tier.due_at)
         return at - self._now()
 
     def _turn(self, end: float) -> None:
         self._completions.extend(self.tier.poll())
         while self._completions:
             completion = self._completions.popleft()
-            mine = self._writeback.completed(completion) or self._publisher.completed(completion)
+            mine = self.writeback.completed(completion) or self.publisher.completed(completion)
             if not mine:
-                self._promoter.completed(completion)
+                self.promoter.completed(completion)
             if time.perf_counter() > end:
                 return
         self._drops.extend(self.tier.take_evicted())
@@ -333,57 +315,45 @@ class Tiering:
             self._evicted(self._drops.popleft())
             if time.perf_counter() > end:
                 return
-        self._publisher.leaving()
-        if len(self._core.promotions.orphaned_loads) and self._orphaned_loads_are_over():
-            self._call(self._core.promotions.free_orphaned_loads)
-        self._promoter.begin(end)
-        self._writeback.begin(end)
-        self._publisher.begin(end)
-
-    def _orphaned_loads_are_over(self) -> bool:
-        """Return whether no request of a dead daemon can still be under way."""
-        return not self.tier.loads_of_the_dead and self._now() >= self.orphaned_loads_after
+        self.publisher.leaving()
+        promotions, now = self._core.promotions, self._now()
+        busy = self.tier.loads_of_the_dead or now < self.orphaned_loads_after
+        if len(promotions.orphaned_loads) and not busy:
+            self._call(promotions.free_orphaned_loads)
+        self.promoter.begin(end)
+        self.writeback.begin(end)
+        self.publisher.begin(end)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued and nothing is under way."""
-        return self._promoter.idle and not (self._writeback.blocks or self._publisher.blocks)
-
-    @property
-    def writing(self) -> int:
-        """Number of blocks that are queued or being written."""
-        return self._writeback.blocks
-
-    @property
-    def promoting(self) -> int:
-        """Number of blocks that are being loaded."""
-        return len(self._core.promotions)
+        return self.promoter.idle and not (self.writeback.blocks or self.publisher.blocks)
 
     def figures(self) -> TierFigures | None:
         """Return the SSD tier's figures, with what is on its way; None without one."""
         found = self.tier.figures()
         return found and replace(
             found,
-            demoting_blocks=self.writing,
-            promoting_blocks=self.promoting,
-            promotion_seconds=self._promoter.seconds,
+            demoting_blocks=self.writeback.blocks,
+            promoting_blocks=self.promoter.under_way,
+            promotion_seconds=self.promoter.seconds,
         )
 
     def _evicted(self, evicted: Evicted) -> None:
         """Record blocks that a tier dropped, to make room or because they could not be read."""
-        namespace, keys = self._names.namespace(evicted.namespace), evicted.keys
+        namespace, keys = self.names.namespace(evicted.namespace), evicted.keys
         if self._several and namespace is not None:
             here = self.present(namespace, evicted.group, keys).tolist()
             if evicted.cause == "checksum":
-                self._promoter.count_wrong(sum(here))
+                self.promoter.count_wrong(sum(here))
             keys = [key for key, copied in zip(keys, here, strict=True) if not copied]
             if not keys:
                 return
         if evicted.cause == "checksum":
-            self._promoter.found_wrong(namespace, evicted.group, keys)
+            self.promoter.found_wrong(namespace, evicted.group, keys)
         elif namespace is not None:
             self._core.writeback.lost(namespace, evicted.group, keys)
-            self._names.publish_removed(namespace, evicted.group, keys, evicted.cause)
+            self.names.publish_removed(namespace, evicted.group, keys, evicted.cause)
 
 
 _TURN_S = 0.001
@@ -420,7 +390,7 @@ async def drive(tiering: Tiering, degraded: DegradedLog) -> None:
 
 async def written(tiering: Tiering) -> None:
     """Wait until every offered block is written or refused."""
-    while tiering.writing:
+    while tiering.writeback.blocks:
         tiering.due.set()
         await asyncio.sleep(_FLUSH_S)
 

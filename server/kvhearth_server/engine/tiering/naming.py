@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
 
-from kvhearth.contract import GroupSpec
 from kvhearth.model import I64, Records
 from kvhearth_server.core.actions import EventKind
 from kvhearth_server.core.core import Core
@@ -14,7 +14,11 @@ from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Identity, StoreBatch
 
-_NAMES_MAX = 1 << 14
+
+@functools.lru_cache(1 << 14)
+def _name(lineage: bytes, digest: bytes, tier_epoch: int) -> bytes:
+    drops = str(tier_epoch or "").encode()
+    return hashlib.sha256(lineage + digest + drops).digest()
 
 
 class BlockNaming:
@@ -29,20 +33,15 @@ class BlockNaming:
     def __init__(self, core: Core, lineage: str) -> None:
         self._core = core
         self._lineage = lineage.encode()
-        self._numbers: dict[bytes, int] = {}
-        self._names: dict[tuple[bytes, int], bytes] = {}
-        self._numbered = -1
-        """Version of the namespaces whose names are all known."""
+        self._by_name: dict[bytes, Namespace] = {}
+        self._version = -1
+        """Version of the namespaces that ``_by_name`` has."""
 
     def family(self, namespace: Namespace, kv_group: int, epoch: int | None = None) -> BlockSpec:
         """Return the tier's name for the blocks of a KV group, by default of the current epoch."""
-        spec: GroupSpec = namespace.contract.groups[kv_group]
-        name = self.name(namespace)
-        if len(self._numbers) >= _NAMES_MAX + self._core.state.limits.namespaces_max:
-            self._number_all()
-        self._numbers[name] = namespace.number
+        spec = namespace.contract.groups[kv_group]
         shown = namespace.epoch if epoch is None else epoch
-        return BlockSpec(name, kv_group, shown, spec.page_bytes, spec.shards)
+        return BlockSpec(self.name(namespace), kv_group, shown, spec.page_bytes, spec.shards)
 
     def store_batch(self, batch: BlockBatch) -> StoreBatch:
         """Return a batch of the core in the tier's words."""
@@ -60,25 +59,17 @@ class BlockNaming:
     def namespace(self, name: bytes) -> Namespace | None:
         """Return the namespace that the tier knows as ``name``, or None if it is gone."""
         namespaces = self._core.state.namespaces
-        number = self._numbers.get(name, -1)
-        found = namespaces.get(number) if number in namespaces else None
-        # A forgotten namespace's number may belong to another one by now.
-        return found if found is not None and self.name(found) == name else None
+        if self._version != namespaces.version:
+            self._version = namespaces.version
+            self._by_name = {self.name(each): each for each in namespaces}
+        return self._by_name.get(name)
 
     def owner(self, name: bytes, epoch: int) -> str:
         """Return the tenant that could find blocks of an epoch in the namespace that the tier knows
         as ``name``; "" if none can.
         """
-        found = self._found(name)
+        found = self.namespace(name)
         return found.tenant if found is not None and found.epoch == epoch else ""
-
-    def _found(self, name: bytes) -> Namespace | None:
-        """Return the namespace that the tier knows as ``name``, even if it was never asked for."""
-        version = self._core.state.namespaces.version
-        if name not in self._numbers and self._numbered != version:
-            self._number_all()
-            self._numbered = version
-        return self.namespace(name)
 
     def identify(self, family: BlockSpec) -> Identity | None:
         """Return the identity of a family's blocks at shared tiers; None if they must not be there:
@@ -89,20 +80,9 @@ class BlockNaming:
             return None
         return Identity(found.tenant, found.contract_json, found.label)
 
-    def _number_all(self) -> None:
-        self._numbers = {self.name(each): each.number for each in self._core.state.namespaces}
-
     def name(self, namespace: Namespace) -> bytes:
         """Return the tier's name for a namespace, valid until its copies are dropped."""
-        known = (namespace.digest, namespace.tier_epoch)
-        name = self._names.get(known)
-        if name is None:
-            if len(self._names) >= _NAMES_MAX:
-                self._names.clear()
-            drops = str(namespace.tier_epoch or "").encode()
-            name = hashlib.sha256(self._lineage + namespace.digest + drops).digest()
-            self._names[known] = name
-        return name
+        return _name(self._lineage, namespace.digest, namespace.tier_epoch)
 
     def places(self, slots: I64, length: int) -> Records:
         """Return the places of slots (n, shards) in the arena, ``ADDRESS_DTYPE`` (n, shards)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class PromotionQueue:
         for row, name in enumerate(names):
             if name not in named:
                 new.setdefault(name, row)
-        return some(request, np.array(list(new.values()), np.int64)) if new else None
+        return request.some(new.values()) if new else None
 
     def add(self, request: PromotionRequest, requester: Requester) -> None:
         """Append a request to the queue."""
@@ -105,13 +105,6 @@ class PromotionQueue:
     def _count(self, request: PromotionRequest, sign: int) -> None:
         self.blocks += sign * len(request.keys)
         self.records += sign * len(request.keys) * request.spec.shards
-
-
-def some(request: PromotionRequest, rows: I64) -> PromotionRequest:
-    """Return the given rows of a request."""
-    keys = [request.keys[row] for row in rows.tolist()]
-    parents = [request.parents[row] for row in rows.tolist()]
-    return replace(request, keys=keys, parents=parents)
 
 
 def _names(request: PromotionRequest) -> list[tuple[int, int, bytes]]:
@@ -167,6 +160,11 @@ class Promoter:
     def records(self) -> int:
         """Number of the tier's records whose load has not begun; a block has one for each shard."""
         return self._requested.records
+
+    @property
+    def under_way(self) -> int:
+        """Number of blocks that are being loaded."""
+        return len(self._core.promotions)
 
     @property
     def due(self) -> bool:
@@ -340,7 +338,7 @@ class Promoter:
                 )
         called_off = [r for outcome, r in completion.parts if outcome == Failed(Failure.CANCELLED)]
         for requester in load.promotion.requesters if called_off else ():
-            self._ask_again(some(request, np.concatenate(called_off)), requester)
+            self._ask_again(request.some(np.concatenate(called_off).tolist()), requester)
 
     def _ask_again(self, request: PromotionRequest, requester: Requester) -> None:
         new = self._requested.fresh(request, requester)

@@ -82,7 +82,8 @@ class Publisher:
         publishing, now = self._core.publishing, self._now()
         publishing.now = now
         while publishing.waiting and now >= self._again_at and len(self._stores) < BATCHES_MAX:
-            batch = self._call(publishing.begin, BATCH_BLOCKS_MAX, self._bytes_max)
+            room = self._bytes_max - publishing.payload_bytes
+            batch = self._call(publishing.begin, BATCH_BLOCKS_MAX, room)
             if batch is None:  # no more may be held, until a batch or a reader lets go
                 self._stalled, self._again_at = bool(self._stores), now + _PAUSE_HELD_S
                 break
