@@ -94,7 +94,8 @@ class Reclaimer:
         self._index, self._log, self._counts = index, log, counts
         self._transfers, self._pages, self._region = transfers, pages, region
         self._clock = clock
-        self._work: dict[TenantLog, _Work] = {}
+        self.under_way: dict[TenantLog, _Work] = {}
+        """Segments that are being reclaimed."""
         self._carrying: _Work | None = None
         self._forgot = False
         self.evicted: list[Evicted] = []
@@ -109,16 +110,16 @@ class Reclaimer:
         """Reclaim wherever a log has run out of segments. True if more is to be done."""
         for log in self._log.tenant_logs:
             if (
-                log not in self._work
+                log not in self.under_way
                 and not self._log.draining
                 and log.needs_reclaim(self._clock())
             ):
                 victim = self._victim(log)
                 if victim is not None:
                     victim.state = SegmentState.RECLAIMING
-                    self._work[log] = _Work(victim, self._chunks(log, victim))
+                    self.under_way[log] = _Work(victim, self._chunks(log, victim))
         more = self._forgot = False
-        for log, work in list(self._work.items()):
+        for log, work in list(self.under_way.items()):
             more |= self._go_on(log, work)
         return more
 
@@ -192,7 +193,7 @@ class Reclaimer:
             if number in self._index.segments:
                 return True
         if not work.segment.reads and not work.segment.writes:
-            del self._work[log]
+            del self.under_way[log]
             self._log.release(work.segment)
         return False
 

@@ -321,9 +321,9 @@ class SsdTier(Tier):
             self._steps += job.good and (job.urgent or not job.is_read)
             job.then(job)
         self.transfers.settle_writes()
-        more = self.restorer.step(now)
+        more = self.restorer.unfinished and self.restorer.step(now)
         self.log.tick()
-        if not self.restorer.recovering:
+        if not self.restorer.recovering and (self.reclaimer.under_way or self.log.needs_reclaim):
             more |= self.reclaimer.tick()
         self._steps += more
         self._completions += self._watch.look(self._tasks.values(), now)

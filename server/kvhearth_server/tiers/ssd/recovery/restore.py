@@ -318,6 +318,8 @@ class Restorer:
         self._retried: list[Segment] = []
         self._retry_at = self._now = 0.0
         self.recovering = True
+        self.unfinished = True
+        """Whether ``step`` has something to do, at once or later."""
 
     @property
     def locked(self) -> int:
@@ -350,6 +352,7 @@ class Restorer:
             self._retry_at = now + _RETRY_S
             self._retried, self._locked = self._locked, []
             self._recovery = self._recover(self._retried)
+        self.unfinished = self._recovery is not None or bool(self._locked)
         return False
 
     def _let_write(self) -> None:
