@@ -170,7 +170,7 @@ def commented_settings(without: Collection[str] = ()) -> str:
 
 
 def settings_yaml(settings: Settings) -> str:
-    """Return settings as a YAML file that yields them again (except secrets, which are masked)."""
+    """Return settings as a YAML file that yields them again."""
     fields = Settings.model_fields.items()
     lines = (setting_line(name, field, getattr(settings, name)) for name, field in fields)
     return "".join(f"{line}\n" for line in lines)
@@ -210,8 +210,8 @@ def show(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the settings from environment and file and print them as YAML, with
-    secrets masked; exit with 2 if they are invalid.
+    """Check the settings from environment and file and print them as YAML; exit
+    with 2 if they are invalid.
     """
     if file is not None and config is not None:
         raise wrong(f"{file} and --config {config}: name one file")
