@@ -137,7 +137,15 @@ class Decisions:
             return None
         kind = f"{base.LOOKUP.name}:{lease_id or self._ids.new_id()}"
         for number, post in enumerate(posts):
-            self._caller.post(link, base.LOOKUP, kind=f"{kind}:{number}", **post)
+            self._caller.post(
+                link,
+                base.LOOKUP,
+                post.request,
+                kind=f"{kind}:{number}",
+                weight=post.query.key_count,
+                parts=len(post.query.blobs),
+                answered=post.answered,
+            )
         self._counters.add_all(
             {"lookup_keys": query.key_count, "lookup_hit_tokens": found.hit_tokens}
         )
@@ -302,7 +310,9 @@ class Decisions:
         def work() -> None:
             # A dead daemon holds no lease; the session manager notices its death soon enough.
             link = self._caller.held_link()
-            if lease.boot_id == link.boot_id:
+            if lease.boot_id != link.boot_id:
+                return
+            if lease.grant.heard or bad is not None or not self._leases.forget(lease.id):
                 self._returns.release(link, lease, bad)
 
         self._caller.decide("release", work, _nothing)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,59 +67,78 @@ def find_mapped(
     return LookupResult(hit, lease, groups, 0, "", "", welcome.boot_id, lease_id)
 
 
-class Told(NamedTuple):
-    """How the daemon hears of keys: for their lease, as a portion that may join it; and the tokens
-    that it leases if all is as the index said.
+@dataclass(slots=True)
+class _Unheard:
+    """A lease of which the daemon has not told what it leased.
+
+    Attributes:
+        id, grant: the lease's; the lease itself would keep the extents.
+        size: bytes that it takes.
+        posts: those without an answer.
+        told: a post of it may have been sent.
     """
 
-    leased: bool = True
+    id: int
+    grant: Grant
+    size: int = 0
+    posts: int = 1
+    told: bool = False
+
+
+@dataclass(slots=True)
+class Post:
+    """A lookup by which the daemon hears of keys that were found without it.
+
+    Attributes:
+        query: the keys.
+        epoch: of the question.
+        asked_at: monotonic time of the question.
+        leases: knows ``lease``.
+        lease: the lease that it asks for, if any.
+        tokens: those that it leases if all is as the index said.
+        portion, joins: as in ``LookupRequest``.
+    """
+
+    query: Query
+    epoch: int
+    asked_at: float
+    leases: MappedLeases
+    lease: _Unheard | None
+    tokens: int
     portion: bool = False
     joins: bool = False
-    tokens: int = 0
+
+    def request(self) -> pb.LookupRequest:
+        """Make the message; nobody who waits for an answer calls this."""
+        # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
+        lease_id = 0 if self.lease is None else self.leases.tell(self.lease)
+        request = pb.LookupRequest(
+            epoch=self.epoch,
+            lease_id=lease_id,
+            portion=self.portion,
+            joins=self.joins and lease_id != 0,
+        )
+        # The daemon must not take it for a lookup that came after the stores that follow it.
+        request.age_us = min(round((time.monotonic() - self.asked_at) * 1e6), _AGE_US_MAX)
+        self.query.put_into(request.groups)
+        return request
+
+    def answered(self, reply: pb.LookupResponse | None) -> None:
+        """Take the answer; None if none comes."""
+        if self.lease is not None:
+            short = reply is None or not reply.lease_id or reply.hit_tokens < self.tokens
+            self.leases.answered(self.lease, short=short)
 
 
-def told_queries(
-    contract: Contract, query: Query, found: LookupResult, most: int
-) -> Iterator[tuple[Query, Told]]:
-    """Split a query that was answered into those by which the daemon hears of it."""
-    if query.key_count <= most:
-        yield query, Told(leased=found.lease is not None, tokens=found.hit_tokens)
-        return
-    joins = False
+def _portions(query: Query, found: LookupResult, most: int) -> Iterator[tuple[Query, bool]]:
+    """Split a query into portions that are leased, and those that are not."""
     for group, count in query.counts.items():
         rows = np.flatnonzero(found.groups[group].leased)
         begin, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
         for first, last in ((0, begin), (begin, end), (end, count)):
             for start in range(first, last, most):
                 leased = found.lease is not None and first == begin and last == end
-                part = query.portion(group, range(start, min(start + most, last)))
-                tokens = part.key_count * contract.groups[group].block_tokens
-                yield part, Told(leased, True, joins and leased, tokens)
-                joins = joins or leased
-
-
-def posted_lookup(
-    query: Query, epoch: int, lease: Lease | None, told: Told
-) -> Callable[[], pb.LookupRequest]:
-    """Return a function that makes the lookup by which the daemon hears of a question that was
-    answered without it; nobody who waits for the answer calls it.
-    """
-    asked_at = time.monotonic()
-
-    def make() -> pb.LookupRequest:
-        # Nothing would release a miss's lease, and it may be a hit when the daemon hears of it.
-        request = pb.LookupRequest(
-            epoch=epoch,
-            lease_id=lease.id if lease is not None and told.leased else 0,
-            portion=told.portion,
-            joins=told.joins,
-        )
-        # The daemon must not take it for a lookup that came after the stores that follow it.
-        request.age_us = min(round((time.monotonic() - asked_at) * 1e6), _AGE_US_MAX)
-        query.put_into(request.groups)
-        return request
-
-    return make
+                yield query.portion(group, range(start, min(start + most, last))), leased
 
 
 class MappedLeases:
@@ -132,86 +150,108 @@ class MappedLeases:
         self._contract = contract
         self._changed = threading.Condition()
         self._link: Link | None = None
-        self._unheard: dict[int, list[int]] = {}
-        """Posts without an answer, and bytes, by lease."""
+        self._slot_bytes = list[int]()
+        """By group, for the link."""
+        self._unheard: dict[int, _Unheard] = {}
+        """By id of the lease."""
+        self._unheard_bytes = 0
         self._asks_until = 0.0
         """Monotonic time until which the daemon is asked, since it leased less than was told."""
 
-    def posts(
-        self, link: Link, query: Query, found: LookupResult, epoch: int
-    ) -> list[dict[str, Any]] | None:
-        """Return the arguments of the posts by which the daemon hears of an answer; None if it has
-        to be asked.
-        """
-        told = list(told_queries(self._contract, query, found, link.session.welcome.keys_max))
-        if not self._enter(link, found, sum(how.leased for _, how in told)):
-            return None
-        return [
-            {
-                "request": posted_lookup(part, epoch, found.lease, how),
-                "weight": part.key_count,
-                "parts": len(part.blobs),
-                "answered": partial(self._answered, found.lease, how.tokens)
-                if found.lease is not None and how.leased
-                else None,
-            }
-            for part, how in told
-        ]
+    def posts(self, link: Link, query: Query, found: LookupResult, epoch: int) -> list[Post] | None:
+        """Return the posts by which the daemon hears of an answer; None if it has to be asked."""
+        lease = None
+        if found.lease is not None:
+            lease = _Unheard(found.lease.id, found.lease.grant)
+            if not self._enter(link, found, lease):
+                return None
+        most, now = link.session.welcome.keys_max, time.monotonic()
+        if query.key_count <= most:
+            return [Post(query, epoch, now, self, lease, found.hit_tokens)]
+        posts = list[Post]()
+        for part, leased in _portions(query, found, most):
+            groups = self._contract.groups
+            tokens = sum(n * groups[group].block_tokens for group, n in part.counts.items())
+            posts.append(Post(part, epoch, now, self, lease if leased else None, tokens, True))
+        leased_posts = [post for post in posts if post.lease is not None]
+        for post in leased_posts[1:]:
+            post.joins = True
+        if lease is not None:
+            lease.posts = len(leased_posts)
+        return posts
 
-    def _enter(self, link: Link, found: LookupResult, posts: int) -> bool:
+    def _enter(self, link: Link, found: LookupResult, lease: _Unheard) -> bool:
         """Enter the lease of an answer; False if the daemon may have too little room for it. Others
         may post, too: half of the room counts.
         """
-        if found.lease is None:
-            return True
-        counts = {group: len(one.extents) for group, one in found.groups.items()}
-        size, table = self._bytes(link, counts), link.tables[0]
         with self._changed:
+            table = link.tables[0]
             if self._link is not link:
-                self._link = link
+                self._link, self._unheard_bytes = link, 0
                 self._unheard.clear()
-            if size + self._unheard_bytes() > table.room_bytes // 2:
+                groups = self._contract.groups
+                self._slot_bytes = [table.slot_bytes(group.page_bytes) for group in groups]
+            for group, one in found.groups.items():
+                lease.size += len(one.extents) * self._slot_bytes[group]
+            if lease.size + self._unheard_bytes > table.room_bytes // 2:
                 return False
-            if time.monotonic() < self._asks_until:
+            if self._asks_until and time.monotonic() < self._asks_until:
                 return False
-            self._unheard[found.lease.id] = [posts, size]
+            self._unheard[lease.id] = lease
+            self._unheard_bytes += lease.size
         return True
+
+    def tell(self, lease: _Unheard) -> int:
+        """Return the id to lease with; 0 if the lease has been released."""
+        with self._changed:
+            if self._unheard.get(lease.id) is not lease:
+                return 0
+            lease.told = True
+            return lease.id
+
+    def forget(self, lease_id: int) -> bool:
+        """Forget a released lease; False if the daemon may have heard of it, and has to release
+        it.
+        """
+        with self._changed:
+            lease = self._unheard.get(lease_id)
+            if lease is None or lease.told:
+                return False
+            self._remove(lease)
+            return True
+
+    def answered(self, lease: _Unheard, *, short: bool) -> None:
+        """Take the answer to one of the posts of a lease."""
+        with self._changed:
+            if self._unheard.get(lease.id) is not lease:
+                return  # released, or of another session
+            if short:
+                lease.grant.short = True
+                self._asks_until = time.monotonic() + _ASKS_S
+            lease.posts -= 1
+            if not lease.posts:
+                self._remove(lease)
+                lease.grant.heard = True
+
+    def _remove(self, lease: _Unheard) -> None:
+        del self._unheard[lease.id]
+        self._unheard_bytes -= lease.size
+        self._changed.notify_all()
 
     def wait(self, link: Link, query: Query, seconds: float) -> None:
         """Wait until the daemon has heard of the other leases, if a call would take their room."""
         if not self._unheard:
             return
-        shards = {group: self._contract.groups[group].shards for group in query.counts}
-        size = self._bytes(link, {g: count * shards[g] for g, count in query.counts.items()})
-        table = link.tables[0]
+        table, specs = link.tables[0], self._contract.groups
+        size = sum(
+            count * specs[group].shards * table.slot_bytes(specs[group].page_bytes)
+            for group, count in query.counts.items()
+        )
         with self._changed:
             self._changed.wait_for(
-                lambda: size + self._unheard_bytes() <= table.room_bytes or not self._unheard,
+                lambda: size + self._unheard_bytes <= table.room_bytes or not self._unheard,
                 seconds,
             )
-
-    def _bytes(self, link: Link, shards: Mapping[int, int]) -> int:
-        """Return the size of the slots of so many shards of each group."""
-        table, specs = link.tables[0], self._contract.groups
-        return sum(n * table.slot_bytes(specs[group].page_bytes) for group, n in shards.items())
-
-    def _unheard_bytes(self) -> int:
-        return sum(size for _, size in self._unheard.values())
-
-    def _answered(self, lease: Lease, tokens: int, reply: pb.LookupResponse | None) -> None:
-        """Take the answer to a call that told of a lease of so many tokens; None if none comes."""
-        with self._changed:
-            if reply is None or not reply.lease_id or reply.hit_tokens < tokens:
-                lease.grant.short = True
-                self._asks_until = time.monotonic() + _ASKS_S
-            left = self._unheard.get(lease.id)
-            if left is None:
-                return  # of another session
-            left[0] -= 1
-            if not left[0]:
-                del self._unheard[lease.id]
-                lease.grant.heard = True
-                self._changed.notify_all()
 
     def holds(self, found: LookupResult) -> bool:
         """Whether the daemon leases what an answer names, or may still do so: until it has told

@@ -159,6 +159,24 @@ def test_no_more_is_told_leased_than_the_daemon_leases() -> None:
                 assert right(engine, keys[:count], found) == count
 
 
+def test_leases_that_end_before_the_daemon_hears_of_them_take_no_room() -> None:
+    with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
+        keys = new_keys(40)
+        assert engine.store(keys).bound == keys
+        daemon.stop()
+        try:
+            # More than the daemon may lease, and than wait in the outbox.
+            for _ in range(1000):
+                engine.client.release(mapped(engine, keys).lease)
+            last = mapped(engine, keys)
+        finally:
+            daemon.go_on()
+        until(lambda: heard(last), "the daemon tells")
+        assert last.lease is not None
+        assert last.lease.sure
+        until(lambda: daemon.stats().leases == 1, "no other lease is left")
+
+
 def test_a_lease_that_comes_too_late_is_known() -> None:
     with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
         client, keys = engine.client, new_keys(40)

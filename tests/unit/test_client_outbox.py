@@ -191,8 +191,10 @@ def touch() -> QueuedRequest:
 
 def test_touches_take_no_room_from_releases() -> None:
     outbox = Outbox(2, touches_max=1)
-    assert [outbox.put(touch()) for _ in range(2)] == [True, False]
-    assert [outbox.put(release(number)) for number in range(1, 4)] == [True, True, False]
+    first, second = touch(), touch()
+    assert [outbox.put(each) for each in (first, second)] == [None, first]
+    releases = [release(number) for number in range(1, 4)]
+    assert [outbox.put(each) for each in releases] == [None, None, releases[2]]
     assert len(outbox) == 3
     taken = outbox.take()
     assert [each.rpc.name for each in taken] == ["Release", "Release", "Touch"]
@@ -202,8 +204,8 @@ def test_touches_take_no_room_from_releases() -> None:
 def test_lookups_precede_the_releases_of_their_leases_and_take_no_room_from_them() -> None:
     outbox = Outbox(2, touches_max=3)
     lookup = QueuedRequest(LOOKUP, pb.LookupRequest(lease_id=7), 1, "boot", 1, "Lookup:7")
-    put = [release(7), touch(), lookup, release(8), lookup, lookup]
-    assert [outbox.put(each) for each in put] == [True] * 5 + [False]
+    put = [release(7), touch(), touch(), lookup, release(8), lookup]
+    assert [outbox.put(each) for each in put] == [None] * 5 + [put[1]]
     taken = outbox.take()
     assert [each.rpc.name for each in taken] == ["Lookup"] * 2 + ["Release"] * 2 + ["Touch"]
     assert not outbox.take()

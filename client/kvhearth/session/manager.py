@@ -66,8 +66,8 @@ class QueuedRequest(NamedTuple):
 class Outbox:
     """A bounded queue, oldest request first; a request that finds it full is refused.
 
-    Touches and lookups have a separate bound. Lookups go first, so that their leases precede the
-    releases, and touches last.
+    Touches and lookups have a separate bound, and the oldest makes way. Lookups go first, so that
+    their leases precede the releases, and touches last.
     """
 
     def __init__(self, requests_max: int, touches_max: int = TOUCHES_MAX) -> None:
@@ -76,14 +76,17 @@ class Outbox:
         self._droppable: deque[QueuedRequest] = deque()
         self._queues = ((self._requests, requests_max), (self._droppable, touches_max))
 
-    def put(self, queued: QueuedRequest) -> bool:
-        """Queue a request; False if the queue is full."""
+    def put(self, queued: QueuedRequest) -> QueuedRequest | None:
+        """Queue a request; return the one that is lost if the queue is full."""
         with self._lock:
             queue, most = self._queues[queued.rpc in _DROPPABLE]
+            lost = None
             if len(queue) >= most:
-                return False
+                if queue is self._requests:
+                    return queued
+                lost = queue.popleft()
             queue.append(queued)
-            return True
+            return lost
 
     def put_back(self, queued_requests: Iterable[QueuedRequest]) -> list[QueuedRequest]:
         """Queue requests again before all others; return those that found no room."""
@@ -173,19 +176,18 @@ class Courier:
         self._pause_until = 0.0
 
     def put(self, queued: QueuedRequest) -> None:
-        """Queue a request; a full queue drops it (the group's end frees its slots and leases)."""
-        if self._outbox.put(queued):
+        """Queue a request; a full queue drops one (the group's end frees its slots and leases)."""
+        lost = self._outbox.put(queued)
+        if lost is None:
             return
-        if queued.rpc is LOOKUP:
+        if lost.rpc is LOOKUP:
             # Its answer is in use already: only a lease and the blocks' recency are lost.
             self._counters.add("lookups_not_posted")
-            queued.settle()
+            lost.settle()
         else:
             self._counters.add("outbox_overflow")
             self._warnings.warn(
-                "release.dropped",
-                "a request is dropped: too many wait",
-                request=queued.kind,
+                "release.dropped", "a request is dropped: too many wait", request=lost.kind
             )
 
     def clear(self) -> None:
