@@ -120,10 +120,10 @@ def test_nothing_changes_where_one_slot_is_not_held() -> None:
         bad._replace(generation=bad.generation + 1),
         bad._replace(slot=good.slot, generation=good.generation),
         bad._replace(parent=b"short"),
-        bad._replace(kv_group=7),
     ):
         assert commit_few(group, namespace, epoch, [good, broken]) is None
         assert rig.state.table.state[item.slots].tolist() == [[State.RESERVED]] * 2
+    assert commit_few(group, namespace, epoch, [good._replace(kv_group=7)]) is None
     assert commit_few(group, namespace, epoch + 1, [good, bad]) is None
     rig.check()
 

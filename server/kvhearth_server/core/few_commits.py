@@ -76,14 +76,16 @@ class FewCommits:
     def commit(
         self, group: Group, namespace: Namespace, ones: Sequence[SingleCommit]
     ) -> list[bool] | None:
-        """Return for each block whether it was bound now; None, with nothing changed, if the
-        general path must decide. Checksums have their full length or are empty.
+        """Return for each block, all of one KV group, whether it was bound now; None, with nothing
+        changed, if the general path must decide. Checksums have their full length or are empty.
         """
-        if not self._are_reserved(group, namespace, ones):
+        kv_group, specs = ones[0].kv_group, namespace.contract.groups
+        spec = specs[kv_group] if 0 <= kv_group < len(specs) else None
+        if spec is None or spec.shards > 1 or not self._are_reserved(group, spec, ones):
             return None
         stored, to_sum = list[bool](), list[SingleCommit]()
         for one in ones:
-            if self._bind_new(group, namespace, one):
+            if self._bind_new(group, namespace, spec, one):
                 stored.append(True)
                 if not one.checksum:
                     to_sum.append(one)
@@ -95,29 +97,27 @@ class FewCommits:
             self._state.actions.append(Sum(slots, generations))
         return stored
 
-    def _are_reserved(
-        self, group: Group, namespace: Namespace, ones: Sequence[SingleCommit]
-    ) -> bool:
+    def _are_reserved(self, group: Group, spec: GroupSpec, ones: Sequence[SingleCommit]) -> bool:
         """Whether the group holds each block's slot, none of them twice, for blocks of its size."""
-        sizes: dict[int, int] = {}
-        for kv_group, key, slot, generation, _, parent in ones:
-            size = sizes.get(kv_group)
-            if size is None:
-                spec = self._spec(namespace, kv_group)
-                if spec is None:
-                    return False
-                size = sizes[kv_group] = self._state.slot_bytes(spec)
-            if len(parent) not in (0, len(key)):
+        size = self._state.slot_bytes(spec)
+        for _, key, slot, generation, _, parent in ones:
+            if (
+                len(parent) not in (0, len(key))
+                or not 0 <= slot < self._slot_count
+                or self._slot_state[slot] != _RESERVED
+                or self._owner[slot] != group.number
+                or self._generation.item(slot) != generation
+                or self._slab_slot_bytes[slot // self._stride] != size
+            ):
                 return False
-            if not self._is_reserved(group, slot, generation, size):
-                return False
-        return len({one.slot for one in ones}) == len(ones)
+        return len(ones) == 1 or len({one.slot for one in ones}) == len(ones)
 
-    def _bind_new(self, group: Group, namespace: Namespace, one: SingleCommit) -> bool:
+    def _bind_new(
+        self, group: Group, namespace: Namespace, spec: GroupSpec, one: SingleCommit
+    ) -> bool:
         """Bind a key to its slot; False, with nothing changed, if the key is known."""
         state = self._state
         kv_group, key, slot, _, checksum, parent = one
-        spec = namespace.contract.groups[kv_group]
         size = state.slot_bytes(spec)
         if not state.index.bind_new(namespace.number, kv_group, key, slot):
             return False
@@ -137,20 +137,6 @@ class FewCommits:
         if checksum and state.writeback_queue.follows:
             state.writeback_queue.offer(np.array([slot], np.int64))
         return True
-
-    def _spec(self, namespace: Namespace, kv_group: int) -> GroupSpec | None:
-        groups = namespace.contract.groups
-        spec = groups[kv_group] if 0 <= kv_group < len(groups) else None
-        return spec if spec is not None and spec.shards == 1 else None
-
-    def _is_reserved(self, group: Group, slot: int, generation: int, size: int) -> bool:
-        return (
-            0 <= slot < self._slot_count
-            and self._slot_state[slot] == _RESERVED
-            and self._owner[slot] == group.number
-            and self._generation.item(slot) == generation
-            and self._slab_slot_bytes[slot // self._stride] == size
-        )
 
     def _fill(self, namespace: Namespace, one: SingleCommit) -> None:
         slot, checksum = one.slot, one.checksum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -194,13 +195,13 @@ def few_commits(
     sums = [b""] * count
     if group.checksums:
         sums = split_keys(group.checksums, CHECKSUM_BYTES)
-    none, number = bytes(size), group.group
+    none, number, numbers = bytes(size), group.group, f"<{count}I"
     return [
         SingleCommit(number, key, slot, generation, checksum, b"" if parent == none else parent)
         for key, slot, generation, checksum, parent in zip(
             split_keys(group.keys, size),
-            _numbers(group.slots, "slots").tolist(),
-            _numbers(group.generations, "generations").tolist(),
+            struct.unpack(numbers, group.slots),
+            struct.unpack(numbers, group.generations),
             sums,
             parents,
             strict=True,
