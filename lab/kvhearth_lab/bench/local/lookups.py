@@ -37,7 +37,6 @@ from kvhearth_lab.bench.report import p50, p99, steps, us
 from kvhearth_lab.harness.engine import BLOCK_TOKENS, contract_of
 
 _COMMIT_KEYS = 4096
-_SERIES = 50
 _SCATTERED_BLOCKS = 2 * CHAIN_KEYS
 _SHARDS = 8
 _WINDOW_BLOCKS = 64
@@ -62,13 +61,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Lookups:
-    """One client and its daemon, a transport for empty frames, and the run's keys."""
+    """One client and its daemon, a transport for empty frames, and the run's keys.
+
+    Attributes:
+        leases: lookups until their leases are released; the index promises no more than fits.
+    """
 
     daemon: Served
     client: KVClient
     frames: CacheTransport
     result: Result
     seed: bytes
+    leases: int = 50
 
     def fill(self, first: int, end: int) -> None:
         """Commit the blocks ``first`` to ``end``; their bytes are zeros, as a new arena's are."""
@@ -93,8 +97,8 @@ class Lookups:
     def series(self, what: str, ask: Callable[[], Question], count: int) -> Series:
         """Run ``count`` lookups, each right after an empty frame."""
         framed, lookups = list[float](), list[float]()
-        for _ in steps(-(-count // _SERIES), what):
-            asked, leases = [ask() for _ in range(_SERIES)], []
+        for _ in steps(-(-count // self.leases), what):
+            asked, leases = [ask() for _ in range(self.leases)], []
             for question in asked:
                 framed.append(empty_call(self.frames))
                 seconds, found = self.lookup(question)
@@ -213,7 +217,7 @@ def _layouts(result: Result, sizes: Sizes) -> None:
 def _layout(result: Result, sizes: Sizes, made: Contract, name: str) -> float:
     shards = sum(group.shards for group in made.groups)
     numbers = range(len(made.groups))
-    slabs = -(-sizes.blocks_small * shards * SMALL_BYTES // SLAB_BYTES) + len(numbers)
+    slabs = -(-2 * sizes.blocks_small * shards * SMALL_BYTES // SLAB_BYTES) + len(numbers)
     with (
         served(
             memory=slabs * SLAB_BYTES,
@@ -225,7 +229,8 @@ def _layout(result: Result, sizes: Sizes, made: Contract, name: str) -> float:
         daemon.ready()
         client = undo.enter_context(attached(daemon.client_url, made))
         framed = undo.enter_context(wire(daemon.client_url, CONTRACT, calls="frames"))
-        one = Lookups(daemon, client, framed, result, secrets.token_bytes(16))
+        leases = max(1, sizes.blocks_small // KEYS // 2)
+        one = Lookups(daemon, client, framed, result, secrets.token_bytes(16), leases)
         for start in range(0, sizes.blocks_small, _COMMIT_KEYS // shards):
             count = min(_COMMIT_KEYS // shards, sizes.blocks_small - start)
             for group in numbers:
