@@ -328,12 +328,14 @@ def test_an_arena_is_discarded_only_if_that_is_asked_for(change: dict[str, objec
 
 def test_an_arena_of_another_version_is_refused() -> None:
     from kvhearth_server.memory.durable_file import DurableBlob, peek
+    from kvhearth_server.memory.segments import open_segment
 
     with running_daemon() as daemon, engine_of(daemon.url(), CONTRACT) as engine:
         stored(engine, named(A_SLAB))
         daemon.kill()
         assert daemon.arena_dir is not None
-        blob = DurableBlob(daemon.arena_dir / "catalogue", 1 << 20)
-        blob.write((peek(blob.path) or b"").replace(b'"journal_version":2', b'"journal_version":9'))
-        blob.close()
+        catalogue = daemon.arena_dir / "catalogue"
+        segment, data = open_segment(catalogue), peek(catalogue) or b""
+        DurableBlob(segment).write(data.replace(b'"journal_version":2', b'"journal_version":9'))
+        segment.close()
         assert "--discard-arena" in refused(daemon)

@@ -190,15 +190,17 @@ BAD_ENTRIES = {
 def test_a_catalogue_that_lies_is_named(name: str) -> None:
     """Well-formed, but not content that we write: a failed start is better than a wrong one."""
     from kvhearth_server.memory.durable_file import DurableBlob, peek
+    from kvhearth_server.memory.segments import open_segment
 
     with running_daemon(arena=True) as daemon:
         end_well(daemon)
         assert daemon.arena_dir is not None
-        blob = DurableBlob(daemon.arena_dir / "catalogue", 1 << 20)
-        content = json.loads(peek(blob.path) or b"")
+        catalogue = daemon.arena_dir / "catalogue"
+        segment = open_segment(catalogue)
+        content = json.loads(peek(catalogue) or b"")
         content["namespaces"] = [BAD_ENTRIES[name]]
-        blob.write(json.dumps(content).encode())
-        blob.close()
+        DurableBlob(segment).write(json.dumps(content).encode())
+        segment.close()
         words = last_words(daemon, MEMORY)
     assert "catalogue" in words
     assert "remove the files" in words

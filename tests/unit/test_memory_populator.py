@@ -144,7 +144,7 @@ def test_what_the_machine_has_not_is_given_up_and_told(tmp_path: Path) -> None:
         with pytest.raises(KVHearthError) as refused:
             arena.populator.touch(extents(0, 7))
         assert refused.value.reason is Reason.MEMORY_UNAVAILABLE
-        arena.write_catalogue(arena.catalogue_head({"complete": True}), [])
+        arena.write_catalogue(arena.catalogue_head({}), [])
         arena.close()
         again = open_arena(ArenaPlan(GEOMETRY, small / "arena", OFF))
         assert again.catalogue is not None

@@ -125,7 +125,6 @@ def catalogue_content(
     """Return the state that a successor needs, but the namespaces, as JSON values."""
     records = {session.number: session for session in sessions}
     return {
-        "complete": True,
         "boot_id": boot_id,
         "lineage": lineage,
         "next_session": sessions.next_number,

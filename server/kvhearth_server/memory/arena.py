@@ -47,7 +47,6 @@ from kvhearth_server.memory.mapping import (
 )
 from kvhearth_server.memory.numa import KernelTopology, Placement, Topology
 from kvhearth_server.memory.plan import (
-    CATALOGUE_BYTES_MAX,
     CATALOGUE_FORMAT,
     CATALOGUE_NAME,
     RESIZED_NAME,
@@ -386,16 +385,11 @@ class Arena:
         """Link files anew that are no longer under their names; return the names of those that
         cannot be: the kernel links none that has no name at all.
         """
-        folder, gone = self.plan.folder, list[str]()
-        if folder is None or self._blob is None or self._journal_file is None:
-            return gone
-        files = {self._blob.path: self._blob.fd, journal_path(folder): self._journal_file.fd}
-        if not self.kept:
-            files |= {segment_path(folder, n): each.fd for n, each in enumerate(self.segments)}
-        for path, descriptor in files.items():
-            if not os.path.lexists(path) and not link_anew(descriptor, path):
-                gone.append(path.name)
-        return gone
+        return [
+            each.path.name
+            for each in self._memory()
+            if each.path and not os.path.lexists(each.path) and not link_anew(each.fd, each.path)
+        ]
 
     def trim(self, ours: Collection[int] = ()) -> bool:
         """Free the memory of an earlier, larger arena that no client maps any more.
@@ -412,15 +406,15 @@ class Arena:
 
     def close(self) -> None:
         """Unmap everything; files and kept memory stay for a successor."""
-        for segment in self.segments:
-            segment.close()
-        if self._journal_file is not None:
-            self._journal_file.close()
+        for each in self._memory():
+            each.close()
         self.generations.close()
-        if self._blob is not None:
-            self._blob.close()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
+
+    def _memory(self) -> list[Segment]:
+        files = (self._journal_file, self._blob.segment if self._blob else None)
+        return [*self.segments, *filter(None, files)]
 
 
 def open_arena(plan: ArenaPlan, topology: Topology | None = None) -> Arena:
@@ -485,14 +479,15 @@ def _open_folder(
 ) -> Arena:
     plan = memory.plan
     with contextlib.ExitStack() as undo:
-        blob = DurableBlob(folder / CATALOGUE_NAME, CATALOGUE_BYTES_MAX)
-        undo.callback(blob.close)
         notes = list(found.notes)
         old = None
         if found.catalogue is None or found.geometry is None:
             memory.kept = secrets.token_hex(8) if plan.keep else ""
-            segments, journal = _cold(plan, folder, blob, memory)
+            segments, journal, catalogue = _cold(plan, folder, memory)
+            blob = DurableBlob(catalogue)
         else:
+            blob = DurableBlob(open_segment(folder / CATALOGUE_NAME))
+            undo.callback(blob.segment.close)
             old = finish_resize(folder, blob, found.catalogue)
             memory.kept = old.get("kept", "")
             if found.step is Step.RESIZE:
@@ -539,22 +534,23 @@ def _free_slots(journal: Segment, geometry: Geometry, lost: Collection[int]) -> 
     hit("arena.slots_freed")
 
 
-def _cold(
-    plan: ArenaPlan, folder: Path, blob: DurableBlob, memory: _Memory
-) -> tuple[list[Segment], Segment]:
-    """Make new segments and a new journal.
+def _cold(plan: ArenaPlan, folder: Path, memory: _Memory) -> tuple[list[Segment], Segment, Segment]:
+    """Make new segments, a new journal and an empty catalogue.
 
     Old files are unlinked first: an engine that still maps one continues to write to memory that is
-    never read.
+    never read. Without the catalogue, which goes before all others, nobody adopts them.
     """
-    blob.write(_encoded({"format": CATALOGUE_FORMAT, "geometry": None}))
-    for path in [*folder.glob("segment-*"), journal_path(folder), folder / RESIZED_NAME]:
+    catalogue, journal = folder / CATALOGUE_NAME, journal_path(folder)
+    for path in [catalogue, *folder.glob("segment-*"), journal, folder / RESIZED_NAME]:
         path.unlink(missing_ok=True)
     memory.forget()
     segments = memory.open(segment_numbers(plan.geometry))
-    size = room_of(plan.geometry, filesystem_kind(folder)).journal
-    path = journal_path(folder)
-    return segments, create_segment(size, HugepagePolicy.PREFER, path=path, populated=False)
+    room, policy = room_of(plan.geometry, filesystem_kind(folder)), HugepagePolicy.PREFER
+    return (
+        segments,
+        create_segment(room.journal, policy, path=journal, populated=False),
+        create_segment(room.catalogue, policy, path=catalogue),
+    )
 
 
 def _close_all(descriptors: dict[str, int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -13,25 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from kvhearth import failpoints as faults
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.config.value_types import format_size
-from kvhearth_server.memory.mapping import (
-    Filesystem,
-    FilesystemKind,
-    closed_on_failure,
-    filesystem_kind,
-    map_file,
-    populate,
-)
-from kvhearth_server.ownership import check_own, read_own, unwritable
+from kvhearth_server.memory.mapping import Segment
+from kvhearth_server.ownership import read_own, unwritable
 
 LOCK_FILE_NAME = "arena.lock"
 
 
-def lock_directory(path: Path) -> int:
+def lock_directory(path: Path, how: int = fcntl.LOCK_EX) -> int:
     """Lock the directory ``path`` for this process; closing the returned descriptor unlocks it.
 
     The lock file stays behind: removing it would let two processes lock two different files.
@@ -56,10 +45,13 @@ def lock_directory(path: Path) -> int:
     except OSError as error:
         raise _unusable(path, error.strerror) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
         return _park(lock)
     except BlockingIOError:
-        raise _busy(path) from None
+        raise KVHearthError(
+            Reason.ARENA_BUSY,
+            f"another daemon uses the arena directory {path}; stop it, or give this one another",
+        ) from None
     finally:
         os.close(lock)
 
@@ -70,20 +62,10 @@ def check_lockable(path: Path) -> None:
     Raises:
         KVHearthError: as ``lock_directory``.
     """
-    try:
-        lock = os.open(path / LOCK_FILE_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        if problem := unwritable(path):
-            raise _unusable(path, problem) from None
-        return
-    except OSError as error:
-        raise _unusable(path, error.strerror) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _busy(path) from None
-    finally:
-        os.close(lock)
+    if os.path.lexists(path / LOCK_FILE_NAME):
+        os.close(lock_directory(path, fcntl.LOCK_SH))
+    elif problem := unwritable(path):
+        raise _unusable(path, problem)
 
 
 def _unusable(path: Path, why: str | None) -> KVHearthError:
@@ -91,13 +73,6 @@ def _unusable(path: Path, why: str | None) -> KVHearthError:
         Reason.ARENA_UNUSABLE,
         f"cannot open {path / LOCK_FILE_NAME} ({why}); "
         "give a directory that exists and that the daemon may write to",
-    )
-
-
-def _busy(path: Path) -> KVHearthError:
-    return KVHearthError(
-        Reason.ARENA_BUSY,
-        f"another daemon uses the arena directory {path}; stop it, or give this one another",
     )
 
 
@@ -117,28 +92,15 @@ HEADER_BYTES = 64
 
 
 class DurableBlob:
-    """One value of at most ``capacity_bytes`` in the file ``path``, which ``peek`` reads.
+    """One value in the halves of a file's memory, which ``peek`` reads.
 
-    The file is memory (on hugetlbfs or tmpfs) and outlives the process, not the machine. It takes
-    at least one page, on hugetlbfs a huge one, whatever the capacity. Two processes must not open
-    one file (see ``lock_directory``).
-
-    Raises:
-        KVHearthError: ``HUGEPAGES_UNAVAILABLE`` or ``MEMORY_UNAVAILABLE`` if there is no room,
-            ``ARENA_UNUSABLE`` if the file cannot be made or opened.
+    The file outlives the process, not the machine. Two processes must not open one file (see
+    ``lock_directory``).
     """
 
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
-        self.path = path
-        self.capacity_bytes = capacity_bytes
-        self.fd = -1
-        try:
-            self._filesystem = filesystem_kind(path.parent)
-            self.fd = self._open()
-            self._view = self._map(self.fd)
-        except OSError as error:
-            self.close()
-            raise self._refusal(error) from error
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.capacity_bytes = segment.bytes // 2 - HEADER_BYTES
 
     def write(self, data: bytes) -> None:
         """Replace the value; after a crash during the write, ``peek`` gives the old or the new one.
@@ -149,79 +111,24 @@ class DurableBlob:
         if len(data) > self.capacity_bytes:
             raise KVHearthError(
                 Reason.ARENA_UNUSABLE,
-                f"{self.path} holds at most {self.capacity_bytes} bytes, not {len(data)}; "
-                "remove what is not needed any more, or open it with a larger capacity",
+                f"{self.segment.path} holds at most {self.capacity_bytes} bytes, not {len(data)}; "
+                "remove what is not needed any more",
             )
-        newest = _newest(self._view)
+        view = self.segment.view.data
+        newest = _newest(view)
         sequence, half = (newest.sequence + 1, 1 - newest.half) if newest else (1, 0)
-        start = half * (len(self._view) // 2)
+        start = half * (len(view) // 2)
         payload = start + HEADER_BYTES
-        self._view[start:payload] = bytes(HEADER_BYTES)
-        self._view[payload : payload + len(data)] = data
+        view[start:payload] = bytes(HEADER_BYTES)
+        view[payload : payload + len(data)] = data
         faults.hit("durable.payload_written")
-        self._view[start:payload] = _header(sequence, data)
+        view[start:payload] = _header(sequence, data)
         faults.hit("durable.header_written")
 
-    def close(self) -> None:
-        """Unmap and close the file; closing twice does nothing."""
-        self._view = memoryview(b"")
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
-    def _open(self) -> int:
-        """Open the file; make it if there is none, or none that is long enough."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return self._make()
-        with closed_on_failure(descriptor):
-            check_own(descriptor, self.path)
-            if os.fstat(descriptor).st_size >= file_bytes(self.capacity_bytes, self._filesystem):
-                return descriptor
-        os.close(descriptor)
-        return self._make()
-
-    def _make(self) -> int:
-        """Make the file; it appears under its name only when it is usable."""
-        fresh = self.path.with_name(self.path.name + ".new")
-        fresh.unlink(missing_ok=True)  # left by a daemon that was killed at this point
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(fresh, flags, 0o600)
-        with closed_on_failure(descriptor) as undo:
-            undo.callback(fresh.unlink, missing_ok=True)
-            os.ftruncate(descriptor, file_bytes(self.capacity_bytes, self._filesystem))
-            self._map(descriptor)
-            fresh.rename(self.path)
-            return descriptor
-
-    def _map(self, descriptor: int) -> memoryview:
-        """Map the file with all of its pages: a missing one would be a SIGBUS."""
-        size_bytes = os.fstat(descriptor).st_size
-        hugetlb = self._filesystem.kind is FilesystemKind.HUGETLBFS
-        if not hugetlb:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-        mapping = map_file(descriptor, size_bytes)
-        if hugetlb:
-            populate(mapping.address, size_bytes, self._filesystem.page_bytes)
-        return np.asarray(mapping).data
-
-    def _refusal(self, error: OSError) -> KVHearthError:
-        what = f"cannot use {self.path} for {format_size(self.capacity_bytes)} ({error.strerror})"
-        if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EDQUOT):
-            return KVHearthError(
-                Reason.ARENA_UNUSABLE, f"{what}; give a directory the daemon may write to"
-            )
-        if self._filesystem.kind is FilesystemKind.HUGETLBFS:
-            return KVHearthError(
-                Reason.HUGEPAGES_UNAVAILABLE, f"{what}; raise the number of huge pages"
-            )
-        return KVHearthError(Reason.MEMORY_UNAVAILABLE, f"{what}; make room on its file system")
-
-
-def file_bytes(capacity_bytes: int, filesystem: Filesystem) -> int:
+def blob_bytes(capacity_bytes: int, page_bytes: int) -> int:
     """Size of the file of a blob with this capacity: two halves, in whole pages together."""
-    return -(-2 * (HEADER_BYTES + capacity_bytes) // filesystem.page_bytes) * filesystem.page_bytes
+    return -(-2 * (HEADER_BYTES + capacity_bytes) // page_bytes) * page_bytes
 
 
 def peek(path: Path) -> bytes | None:

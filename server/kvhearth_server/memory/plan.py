@@ -13,7 +13,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.core.slot_table import Geometry
 from kvhearth_server.memory.descriptor_store import descriptor_store, is_sealed
-from kvhearth_server.memory.durable_file import file_bytes, peek
+from kvhearth_server.memory.durable_file import blob_bytes, peek
 from kvhearth_server.memory.journal import VERSION, journal_bytes, journal_path
 from kvhearth_server.memory.mapping import (
     MIB,
@@ -114,18 +114,16 @@ def examine(plan: ArenaPlan, folder: Path) -> Found:
         old = json.loads(data or b"")
         made, form = old["geometry"], old["format"]
         version = old.get("journal_version", VERSION)
-        geometry = _geometry(made) if form == CATALOGUE_FORMAT and made is not None else None
+        geometry = _geometry(made) if form == CATALOGUE_FORMAT else None
     except (ValueError, KeyError, TypeError, AttributeError):
-        return _cold(f"the catalogue in {folder} is damaged: starting cold")
-    if (form, version) != (CATALOGUE_FORMAT, VERSION):
+        return _cold(f"the catalogue in {folder} is damaged, or was never written: starting cold")
+    if geometry is None or version != VERSION:
         return _refuse(
             plan,
             f"the arena in {folder} has format {form}.{version}, this daemon's is "
             f"{CATALOGUE_FORMAT}.{VERSION}",
             "start the version that made it",
         )
-    if geometry is None or not old.get("complete"):
-        return _cold(f"the arena in {folder} was never finished: starting cold")
     kept = old.get("kept", "")
     if bool(kept) != plan.keep:
         where = "in systemd's descriptor store" if kept else f"in {folder}"
@@ -256,8 +254,9 @@ def room_of(geometry: Geometry, filesystem: Filesystem | None) -> Room:
     segments = sum(geometry.segment_bytes(i) for i in segment_numbers(geometry))
     if filesystem is None:
         return Room(segments, 0, 0)
-    journal = journal_bytes(geometry, max(2 * MIB, filesystem.page_bytes))
-    return Room(segments, journal, file_bytes(CATALOGUE_BYTES_MAX, filesystem))
+    page_bytes = max(2 * MIB, filesystem.page_bytes)
+    journal = journal_bytes(geometry, page_bytes)
+    return Room(segments, journal, blob_bytes(CATALOGUE_BYTES_MAX, page_bytes))
 
 
 def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
