@@ -128,7 +128,7 @@ def test_tokens_have_tenants_roles_and_bounds(tmp_path: Path) -> None:
         ("certificates: [{name: n, tenant: t}]", "cn or its uri"),
         ("certificates: [{cn: a, tenant: t}, {cn: a, tenant: u}]", "another tenant"),
         ("tokens: [", "line 1: expected"),
-        ("tokens: &a [*a]", "more than"),
+        ("tokens: &a [*a]", "no aliases"),
     ],
 )
 def test_broken_files_are_refused_with_the_fix(tmp_path: Path, content: str, why: str) -> None:

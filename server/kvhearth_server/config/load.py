@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from kvhearth_server.config.model import (
 )
 from kvhearth_server.config.value_types import Shown, SsdDir, TenantSetting, parse_tenant
 
-WRONG_CHARS_MAX = 400
 YAML_BYTES_MAX = 1 << 20
-_FILE_NODES_MAX = 10_000
+_CHARS_MAX = 400
+_PROBLEMS_MAX = 20
 
 
 def read_settings_file(path: Path | None) -> dict[str, object]:
@@ -44,7 +44,7 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
         with path.open("rb") as file:
             loaded = parse_yaml(file.read(YAML_BYTES_MAX + 1))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        message = cut(" ".join(str(error).split()), WRONG_CHARS_MAX)
+        message = _cut(" ".join(str(error).split()))
         raise KVHearthError(
             Reason.CONFIG_INVALID, one_line(f"cannot read --config {path}: {message}")
         ) from error
@@ -57,12 +57,20 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
     return {str(name): value for name, value in loaded.items()}
 
 
-def parse_yaml(data: bytes, nodes_max: int = _FILE_NODES_MAX) -> object:
-    """Return a file's content, parsed as YAML.
+class _PlainLoader(yaml.SafeLoader):
+    """Refuses aliases, by which a short file would hold very many values, or endless ones."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("write it out: settings have no aliases")
+        return super().compose_node(parent, index)
+
+
+def parse_yaml(data: bytes) -> object:
+    """Return a file's content, parsed as YAML without aliases.
 
     Args:
         data: at most ``YAML_BYTES_MAX`` bytes; more are refused.
-        nodes_max: most values in it, aliases expanded.
 
     Raises:
         ValueError: it is too long or too deep, or a value is not of the kind that it says.
@@ -71,7 +79,7 @@ def parse_yaml(data: bytes, nodes_max: int = _FILE_NODES_MAX) -> object:
     if len(data) > YAML_BYTES_MAX:
         raise ValueError(f"more than {YAML_BYTES_MAX} bytes are no settings")
     try:
-        return _bounded(yaml.safe_load(data.decode()), nodes_max)
+        return yaml.load(data.decode(), _PlainLoader)
     except RecursionError:
         raise ValueError("nested too deep for settings") from None
     except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
@@ -79,28 +87,9 @@ def parse_yaml(data: bytes, nodes_max: int = _FILE_NODES_MAX) -> object:
         raise ValueError(f"a value cannot be read: {error}") from None
 
 
-def _bounded(loaded: object, nodes_max: int) -> object:
-    """Return ``loaded``, unless aliases make it very much larger than its file, or endless.
-
-    Raises:
-        ValueError: they do.
-    """
-    left, count = [loaded], 0
-    while left:
-        node = left.pop()
-        inner = node.values() if isinstance(node, dict) else node
-        if isinstance(inner, str | bytes) or not isinstance(inner, Collection):
-            continue
-        count += len(inner)
-        if count > nodes_max:
-            raise ValueError(f"more than {nodes_max} values are no settings")
-        left.extend(inner)
-    return loaded
-
-
-def cut(text: str, chars_max: int) -> str:
-    """Return ``text``, shortened to ``chars_max`` characters."""
-    return text if len(text) <= chars_max else text[: chars_max - 3] + "..."
+def _cut(text: str) -> str:
+    """Return ``text``, shortened to a length that a message takes."""
+    return text if len(text) <= _CHARS_MAX else text[: _CHARS_MAX - 3] + "..."
 
 
 def one_line(text: str) -> str:
@@ -126,9 +115,6 @@ CONFIG_ENV = "KVHEARTH_CONFIG"
 SHARED_MEMORY = Path("/dev/shm")
 ARENA_EXTRA = 64 << 20
 """Bytes beside the arena's memory and its journal, at most: the catalogue."""
-_PROBLEMS_MAX = 20
-_NAME_CHARS_MAX = 64
-_VALUE_CHARS_MAX = 200
 
 
 def flag_of(name: str) -> str:
@@ -162,8 +148,7 @@ def load_settings(flags: Mapping[str, object], config_path: Path | None = None) 
     # Checked here, because pydantic-settings takes names like _env_file for its own arguments.
     unknown = [name for name in merged if name not in Settings.model_fields]
     problems = [
-        f"{cut(origins[name], WRONG_CHARS_MAX)}: there is no such setting; {_hint(name)}"
-        for name in unknown
+        f"{_cut(origins[name])}: there is no such setting; {_hint(name)}" for name in unknown
     ]
     try:
         settings = Settings(**{n: v for n, v in merged.items() if n not in unknown})
@@ -246,10 +231,9 @@ def _explain(
     if not line["loc"]:
         return wrong
     name = str(line["loc"][0])
-    value = cut(repr(written[name]), _VALUE_CHARS_MAX)
-    return f"{origins[name]}: {value}: {wrong[:1].lower()}{cut(wrong[1:], WRONG_CHARS_MAX)}"
+    return f"{origins[name]}: {_cut(repr(written[name]))}: {wrong[:1].lower()}{_cut(wrong[1:])}"
 
 
 def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name[:_NAME_CHARS_MAX], Settings.model_fields, n=1)
+    near = difflib.get_close_matches(_cut(name), Settings.model_fields, n=1)
     return f"did you mean {near[0]}?" if near else "see kvhearth serve --help"

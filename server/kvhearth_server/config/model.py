@@ -15,7 +15,13 @@ from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvhearth.errors import KVHearthError
-from kvhearth.url import SYSTEM_SOCKET_DIR
+from kvhearth.url import (
+    ADMIN_SOCKET,
+    ATTACH_SOCKET,
+    CALLS_SOCKET,
+    GRPC_SOCKET,
+    SYSTEM_SOCKET_DIR,
+)
 from kvhearth_server.config.value_types import (
     Address,
     OptionalFile,
@@ -36,10 +42,6 @@ from kvhearth_server.config.value_types import (
 )
 
 ENV_PREFIX = "KVHEARTH_"
-ATTACH_SOCKET_NAME = "attach.sock"
-GRPC_SOCKET_NAME = "grpc.sock"
-CALLS_SOCKET_NAME = "calls.sock"
-ADMIN_SOCKET_NAME = "admin.sock"
 DEFAULT_TENANT_NAME = "default"
 HUGEPAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
@@ -515,22 +517,22 @@ class Settings(BaseSettings):
     @property
     def attach_socket(self) -> Path:
         """Path of the socket where engines attach."""
-        return self.socket_dir / ATTACH_SOCKET_NAME
+        return self.socket_dir / ATTACH_SOCKET
 
     @property
     def calls_socket(self) -> Path:
         """Path of the socket for calls as frames."""
-        return self.socket_dir / CALLS_SOCKET_NAME
+        return self.socket_dir / CALLS_SOCKET
 
     @property
     def grpc_socket(self) -> Path:
         """Path of the engines' gRPC socket."""
-        return self.socket_dir / GRPC_SOCKET_NAME
+        return self.socket_dir / GRPC_SOCKET
 
     @property
     def admin_socket(self) -> Path:
-        """Path of the operators' gRPC socket."""
-        return self.socket_dir / ADMIN_SOCKET_NAME
+        """Path of the operators' HTTP socket."""
+        return self.socket_dir / ADMIN_SOCKET
 
     @property
     def http_address(self) -> tuple[str, int] | None:

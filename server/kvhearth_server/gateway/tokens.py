@@ -31,7 +31,6 @@ TOKEN_MARK = "kvh_"
 """First characters of tokens made here, by which scanners of source code can find leaked ones."""
 IDENTITIES_MAX = 16_384
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_NODES_MAX = 16 * IDENTITIES_MAX
 _NAME = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,126}[\x21-\x7e])?")
 _FIELDS = {
     "tokens": frozenset(("name", "tenant", "role", "hash", "bounds")),
@@ -168,7 +167,7 @@ def _parse(data: bytes) -> Identities:
 
 
 def _tables(data: bytes) -> dict[str, list[Mapping[str, Any]]]:
-    loaded = parse_yaml(data, _NODES_MAX)
+    loaded = parse_yaml(data)
     if loaded is None:
         loaded = {}
     if not isinstance(loaded, dict) or not loaded.keys() <= _FIELDS.keys():
