@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _VOLUME_FOLDER = stat.S_ISGID | stat.S_IRWXG
@@ -86,13 +86,13 @@ def socket_mask(*, owner_only: bool) -> Iterator[None]:
         os.umask(before)
 
 
-def check_own(descriptor: int, path: Path) -> None:
-    """Refuse an open file that another user could read or write.
+def check_own(descriptor: int, path: Path, refused: Callable[[int], str] = foreign) -> None:
+    """Refuse an open file that another user could write, or of which ``refused`` gives a reason.
 
     Raises:
         PermissionError: its ``strerror`` tells why.
     """
-    if message := foreign(descriptor):
+    if message := refused(descriptor):
         raise PermissionError(errno.EPERM, message, str(path))
 
 
@@ -114,32 +114,32 @@ def exposed(place: Path | int) -> str:
 
 
 def read_secret(path: Path, bytes_max: int) -> bytes:
-    """Read a file of secrets; a symbolic link is followed, as secrets of Kubernetes need it.
+    """Read a file of secrets, which nobody else can read; as ``read_own``."""
+    return read_own(path, bytes_max, refused=exposed, follow=True)
+
+
+def read_own(
+    path: Path,
+    bytes_max: int | None = None,
+    *,
+    refused: Callable[[int], str] = foreign,
+    follow: bool = False,
+) -> bytes:
+    """Read a file of the daemon's own.
+
+    Args:
+        follow: follow symbolic links, as secrets of Kubernetes need it.
 
     Raises:
-        OSError: it cannot be read, others can read it, or it has more than ``bytes_max`` bytes.
+        OSError: it cannot be read, is ``refused``, or has more than ``bytes_max`` bytes.
     """
-    with path.open("rb") as file:
-        if message := exposed(file.fileno()):
-            raise PermissionError(errno.EPERM, message, str(path))
-        data = file.read(bytes_max + 1)
-    if len(data) > bytes_max:
+    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        check_own(file.fileno(), path, refused)
+        data = file.read(-1 if bytes_max is None else bytes_max + 1)
+    if bytes_max is not None and len(data) > bytes_max:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return data
-
-
-def read_own(path: Path, bytes_max: int | None = None) -> bytes:
-    """Read a file of the daemon's own; no symbolic link is followed.
-
-    Raises:
-        OSError: it cannot be read, is another user's, or has more than ``bytes_max`` bytes.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        check_own(file.fileno(), path)
-        if bytes_max is not None and os.fstat(file.fileno()).st_size > bytes_max:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-        return file.read()
 
 
 def replace_file(path: Path, data: bytes) -> None:

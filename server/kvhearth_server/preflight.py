@@ -20,7 +20,7 @@ from kvhearth_server.gateway.credentials import Credentials
 from kvhearth_server.memory.durable_file import check_lockable
 from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.plan import ArenaPlan, check_room
-from kvhearth_server.ownership import check_own, foreign
+from kvhearth_server.ownership import foreign, read_own
 from kvhearth_server.tier_startup import (
     Probe,
     check_ssd_dirs,
@@ -104,9 +104,7 @@ def read_token(settings: Settings) -> str:
     if path is None:
         return ""
     try:
-        with path.open("rb") as file:
-            check_own(file.fileno(), path)
-            text = file.read(_TOKEN_CHARS_MAX + 1).decode("ascii").strip()
+        text = read_own(path, 8 * _TOKEN_CHARS_MAX, follow=True).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         message = getattr(error, "strerror", None) or "it is not plain text"
     else:
