@@ -13,9 +13,11 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -205,7 +207,9 @@ class Reloader:
 
 def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Engine:
     counters = Counters(COUNTERS)
-    engine = Engine(arena, _limits(settings), _shell(settings), counters, tiers=tiers)
+    bounds = _named(settings, EngineLimits)
+    shell = EngineLimits(**bounds | {"remote_write": PublishPolicy(settings.remote_write)})
+    engine = Engine(arena, _limits(settings), shell, counters, tiers=tiers)
     if settings.shared_index:
         engine.share_index()
     return engine
@@ -264,7 +268,8 @@ async def _serve(
             await _settled(engine, background)  # calls made while the sockets closed
     loop.remove_signal_handler(signal.SIGHUP)
     signal.signal(signal.SIGHUP, _tell_hangup)  # the loop leaves the default, which is to die
-    await _end_tasks(engine, supervisor, background)
+    await supervisor.stop()
+    background.close()
     if engine.tiering is not None:
         if not engine.tiering.tier.drain(settings.drain_timeout_s):
             _log.warning("ssd.not_at_rest")
@@ -346,12 +351,6 @@ async def _close(web: WebServer, calls: CallsServer, attach: AttachServer) -> No
     await attach.stop()
 
 
-async def _end_tasks(engine: Engine, supervisor: Supervisor, background: ChecksumWorkers) -> None:
-    """End what runs beside the calls, and send the last spans."""
-    await supervisor.stop()
-    background.close()
-
-
 async def _settled(engine: Engine, background: ChecksumWorkers) -> None:
     """Wait until every committed block has its checksum and is written back if it is to be."""
     await background.settled()
@@ -399,26 +398,13 @@ def _admission(settings: Settings) -> Admission:
 
 
 def _limits(settings: Settings) -> Limits:
-    return Limits(
-        held_fraction_max=settings.held_fraction_max,
-        stock_fraction_max=settings.stock_fraction_max,
-        keys_max=settings.keys_max,
-        sessions_max=settings.sessions_max,
-        namespaces_max=settings.namespaces_max,
-        leases_max=settings.leases_max,
-        pins_max=settings.pins_max,
-        pin_ttl_max_s=settings.pin_ttl_max_s,
-        namespace_quota_bytes=settings.namespace_quota,
-    )
+    quota = settings.namespace_quota
+    return Limits(**_named(settings, Limits), namespace_quota_bytes=quota)
 
 
-def _shell(settings: Settings) -> EngineLimits:
-    return EngineLimits(
-        message_bytes_max=settings.message_bytes_max,
-        drain_grace_s=settings.drain_grace_s,
-        drain_grace_no_pidfd_s=settings.drain_grace_no_pidfd_s,
-        remote_write=PublishPolicy(settings.remote_write),
-    )
+def _named(settings: Settings, kind: type[Any]) -> dict[str, Any]:
+    """Return the settings that have the names of a dataclass's fields."""
+    return settings.model_dump(include={each.name for each in fields(kind)})
 
 
 def _operators(settings: Settings, admin_token: str) -> Operators:

@@ -198,8 +198,6 @@ def _open_ssd(
             environment=environment,
             offers=offers,
         )
-    except ValueError as error:
-        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
     except DirectoryError as error:
         raise KVHearthError(Reason.SSD_UNUSABLE, str(error)) from None
     except OSError as error:
@@ -221,21 +219,23 @@ def tier_settings(settings: Settings) -> SsdSettings:
     """Return the tier's own settings.
 
     Raises:
-        ValueError: two names stand for one directory.
+        KVHearthError: ``config_invalid``: two names stand for one directory.
     """
-    return SsdSettings(
-        places=tuple(
-            SsdDirectorySpec(each.path, each.bytes - RESERVE_BYTES) for each in settings.ssd_dirs
-        ),
-        segment_bytes=settings.ssd_segment_bytes,
-        interface=settings.ssd_interface,
-        depth=settings.ssd_depth,
-        flush=settings.ssd_flush,
-        sum_threads=settings.sum_threads,
-        prewrite=settings.ssd_prewrite,
-        bytes_per_day=settings.ssd_bytes_per_day,
-        quotas=settings.ssd_quotas(),
-    )
+    places = [SsdDirectorySpec(each.path, each.bytes - RESERVE_BYTES) for each in settings.ssd_dirs]
+    try:
+        return SsdSettings(
+            places=tuple(places),
+            segment_bytes=settings.ssd_segment_bytes,
+            interface=settings.ssd_interface,
+            depth=settings.ssd_depth,
+            flush=settings.ssd_flush,
+            sum_threads=settings.sum_threads,
+            prewrite=settings.ssd_prewrite,
+            bytes_per_day=settings.ssd_bytes_per_day,
+            quotas=settings.ssd_quotas(),
+        )
+    except ValueError as error:
+        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
 
 
 async def follow_recovery(tier: SsdTier) -> None:
@@ -275,10 +275,7 @@ def check_ssd_dirs(settings: Settings) -> None:
     unusable = _ask_all(paths, unusable_ssd_dir)
     if len(unusable) == len(paths):
         raise KVHearthError(Reason.SSD_UNUSABLE, "; ".join(unusable.values()))
-    try:
-        tier_settings(settings)
-    except ValueError as error:
-        raise KVHearthError(Reason.CONFIG_INVALID, f"ssd_dirs: {error}; check --ssd-dir") from None
+    tier_settings(settings)
 
 
 def check_ssd_interface(settings: Settings, tried: Probe) -> None:
