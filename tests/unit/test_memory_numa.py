@@ -19,7 +19,7 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.slot_table import Geometry, SlabPool, SlotTable, State
 from kvhearth_server.memory.arena import open_arena
 from kvhearth_server.memory.mapping import HugepagePolicy
-from kvhearth_server.memory.numa import KernelTopology, Part, Placement
+from kvhearth_server.memory.numa import KernelTopology, Placement
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.memory.segments import create_segment, open_segment
 
@@ -57,12 +57,9 @@ class Nodes:
 
 
 def test_each_node_gets_as_many_whole_units() -> None:
-    assert Placement(Nodes(0), MIB).parts(5 * MIB) == [Part(0, 5 * MIB, 0)]
-    assert Placement(Nodes(0, 8), MIB).parts(5 * MIB) == [
-        Part(0, 2 * MIB, 0),
-        Part(2 * MIB, 5 * MIB, 8),
-    ]
-    assert Placement(Nodes(0, 1), MIB).parts(MIB) == [Part(0, MIB, 1)]
+    assert Placement(Nodes(0), MIB).planned(5 * MIB).tolist() == [0] * 5
+    assert Placement(Nodes(0, 8), MIB).planned(5 * MIB).tolist() == [0, 0, 8, 8, 8]
+    assert Placement(Nodes(0, 1), MIB).planned(MIB).tolist() == [1]
 
 
 def test_each_part_is_preferred_on_its_node_and_planned_there() -> None:

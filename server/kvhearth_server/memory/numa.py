@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -123,15 +122,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A range of a segment, bytes, that is taken from one node."""
-
-    start: int
-    end: int
-    node: int
-
-
 class Placement:
     """Partition of segments among nodes: each node gets as many neighbouring units of them.
 
@@ -144,24 +134,22 @@ class Placement:
         self.topology = topology
         self._unit_bytes = unit_bytes
 
-    def parts(self, size_bytes: int) -> list[Part]:
-        """Return the parts of a segment, in order and without gaps."""
+    def planned(self, size_bytes: int) -> I64:
+        """Return the node of each unit of a segment, in order."""
         nodes, units = self.topology.nodes, -(-size_bytes // self._unit_bytes)
-        bounds = [units * index // len(nodes) * self._unit_bytes for index in range(len(nodes))]
-        ends = [*bounds[1:], size_bytes]
-        return [
-            Part(start, end, node)
-            for start, end, node in zip(bounds, ends, nodes, strict=True)
-            if start < end
-        ]
+        bounds = np.arange(len(nodes) + 1) * units // len(nodes)
+        return np.repeat(np.array(nodes, np.int64), np.diff(bounds))
 
     def prefer(self, address: int, size_bytes: int) -> str:
-        """Let each part's pages come from its node; return the kernel's refusal, "" for none."""
+        """Let each unit's pages come from its node; return the kernel's refusal, "" for none."""
         if len(self.topology.nodes) < 2:
             return ""
+        planned, unit = self.planned(size_bytes), self._unit_bytes
         try:
-            for part in self.parts(size_bytes):
-                self.topology.prefer(address + part.start, part.end - part.start, part.node)
+            for node in sorted(set(planned.tolist())):
+                start = int(np.searchsorted(planned, node)) * unit
+                end = min(int(np.searchsorted(planned, node, "right")) * unit, size_bytes)
+                self.topology.prefer(address + start, end - start, node)
         except OSError as error:
             return f"memory is not bound to NUMA nodes ({error.strerror}); first touch decides"
         return ""
@@ -170,12 +158,9 @@ class Placement:
         """Return the node of each unit of a segment: the kernel's where it has pages, or else the
         planned one.
         """
-        parts, unit = self.parts(size_bytes), self._unit_bytes
-        nodes = np.zeros(-(-size_bytes // unit), np.int64)
-        for part in parts:
-            nodes[part.start // unit : -(-part.end // unit)] = part.node
+        nodes = self.planned(size_bytes)
         if has_pages and len(self.topology.nodes) > 1:
             with contextlib.suppress(OSError):
                 for index in range(len(nodes)):
-                    nodes[index] = self.topology.node_of(address + index * unit)
+                    nodes[index] = self.topology.node_of(address + index * self._unit_bytes)
         return nodes
