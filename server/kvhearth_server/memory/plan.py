@@ -23,7 +23,7 @@ from kvhearth_server.memory.mapping import (
     KernelMemory,
     filesystem_kind,
 )
-from kvhearth_server.memory.segments import HUGE_BYTES, check_memory, check_place
+from kvhearth_server.memory.segments import HUGE_BYTES, check_memory, check_place, no_hugepages
 from kvhearth_server.ownership import foreign, unwritable
 
 CATALOGUE_FORMAT = 2
@@ -316,11 +316,8 @@ def _check_anonymous(plan: ArenaPlan, kernel: KernelMemory) -> None:
         else:
             small += size
     if small and plan.hugepages is HugepagePolicy.REQUIRE:
-        pages = room_of(geometry, None).bytes // (2 * MIB)
-        raise KVHearthError(
-            Reason.HUGEPAGES_UNAVAILABLE,
-            f"huge pages are required: {kernel.pool_shortage(2 * MIB, pages)}",
-        )
+        needed_bytes = room_of(geometry, None).bytes
+        raise no_hugepages(kernel, 2 * MIB, needed_bytes, "huge pages are required: ")
     check_memory(kernel.limits(), small)
 
 
@@ -340,17 +337,11 @@ def _check_files(
         return
     page_bytes = filesystem.page_bytes
     needed = -(-missing // page_bytes)
-    pool = kernel.pool(page_bytes)
     what = f"the arena in {folder} takes {room.bytes // page_bytes} pages ({room})"
-    if needed > pool.free:
-        raise KVHearthError(
-            Reason.HUGEPAGES_UNAVAILABLE,
-            f"{what}, {needed} of them new, and nothing but pages can be had there: "
-            f"{kernel.pool_shortage(page_bytes, needed)}, or give an --arena-dir on tmpfs",
-            needed_pages=str(needed),
-            free_pages=str(pool.free),
-            page_bytes=str(page_bytes),
-        )
+    if needed > kernel.pool(page_bytes).free:
+        what += f", {needed} of them new, and nothing but pages can be had there: "
+        fix = ", or give an --arena-dir on tmpfs"
+        raise no_hugepages(kernel, page_bytes, missing, what, fix)
     if filesystem.total_bytes and missing > filesystem.free_bytes:
         raise KVHearthError(
             Reason.HUGEPAGES_UNAVAILABLE,

@@ -169,13 +169,33 @@ def check_memory(limits: Iterable[MemoryLimit], needed_bytes: int, message: str 
     """
     least = tightest(limits)
     if least is not None and needed_bytes > least.free_bytes:
-        raise KVHearthError(
-            Reason.MEMORY_UNAVAILABLE,
-            f"{format_size(needed_bytes)} of memory are asked for, {least.free_bytes // MIB}MiB "
-            f"are available by {least.name}; ask for less or raise that limit{message}",
-            needed_bytes=str(needed_bytes),
-            available_bytes=str(least.free_bytes),
-        )
+        raise _no_memory(needed_bytes, least, message)
+
+
+def _no_memory(needed_bytes: int, least: MemoryLimit, message: str) -> KVHearthError:
+    return KVHearthError(
+        Reason.MEMORY_UNAVAILABLE,
+        f"{format_size(needed_bytes)} of memory are asked for, {least.free_bytes // MIB}MiB "
+        f"are available by {least.name}; ask for less or raise that limit{message}",
+        needed_bytes=str(needed_bytes),
+        available_bytes=str(least.free_bytes),
+    )
+
+
+def no_hugepages(
+    kernel: KernelMemory, page_bytes: int, needed_bytes: int, before: str = "", after: str = ""
+) -> KVHearthError:
+    """Return the refusal for a lack of huge pages, with the number of free ones and the fix;
+    ``before`` and ``after`` begin and end its message.
+    """
+    needed = -(-needed_bytes // page_bytes)
+    return KVHearthError(
+        Reason.HUGEPAGES_UNAVAILABLE,
+        before + kernel.pool_shortage(page_bytes, needed) + after,
+        needed_pages=str(needed),
+        free_pages=str(kernel.pool(page_bytes).free),
+        page_bytes=str(page_bytes),
+    )
 
 
 class _Maker:
@@ -303,7 +323,12 @@ class _Maker:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            raise self._no_memory(path, error) from error
+            limits = self._kernel.limits()
+            if path is not None:
+                limits += filesystem_kind(path.parent).limits(path.parent)
+            least = tightest(limits) or MemoryLimit("an unknown limit", 0, 0)
+            message = f" ({error.strerror}){self._message()}"
+            raise _no_memory(self._bytes, least, message) from error
 
     def _segment(
         self, fd: int, mapping: SharedMapping, source: PageSource, path: Path | None
@@ -334,30 +359,10 @@ class _Maker:
         limits = [*self._kernel.limits(), *filesystem.limits(path.parent)]
         check_memory(limits, missing_bytes, self._message())
 
-    def _no_memory(self, path: Path | None, error: OSError) -> KVHearthError:
-        limits = self._kernel.limits()
-        if path is not None:
-            limits += filesystem_kind(path.parent).limits(path.parent)
-        least = tightest(limits) or MemoryLimit("an unknown limit", 0, 0)
-        return KVHearthError(
-            Reason.MEMORY_UNAVAILABLE,
-            f"cannot take {format_size(self._bytes)} ({error.strerror}): {least.name} leaves "
-            f"{least.free_bytes // MIB}MiB; ask for less, or enlarge it" + self._message(),
-            needed_bytes=str(self._bytes),
-            available_bytes=str(least.free_bytes),
-        )
-
     def _no_hugepages(self, page_bytes: int) -> KVHearthError:
-        needed = self._bytes // page_bytes
-        return KVHearthError(
-            Reason.HUGEPAGES_UNAVAILABLE,
-            self._kernel.pool_shortage(page_bytes, needed)
-            + "; where the pool has enough of them, look at the limits of the mount and of the "
-            "control group",
-            needed_pages=str(needed),
-            free_pages=str(self._kernel.pool(page_bytes).free),
-            page_bytes=str(page_bytes),
-        )
+        limits = "look at the limits of the mount and of the control group"
+        after = f"; where the pool has enough of them, {limits}"
+        return no_hugepages(self._kernel, page_bytes, self._bytes, after=after)
 
     def _message(self) -> str:
         return "".join(f" [{step}]" for step in self._steps)
