@@ -10,22 +10,21 @@ import pytest
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli.config import settings_yaml
 from kvhearth_server.config.load import (
-    SOCKET_PATH_BYTES_MAX,
     Settings,
-    SsdDir,
-    TenantSetting,
     flag_of,
     load_settings,
     merged_settings,
-    parse_tenant,
     unread_environment,
 )
-from kvhearth_server.config.model import RELOADABLE
+from kvhearth_server.config.model import RELOADABLE, SOCKET_PATH_BYTES_MAX
 from kvhearth_server.config.value_types import (
+    SsdDir,
+    TenantSetting,
     format_duration_s,
     format_size,
     parse_duration_s,
     parse_size,
+    parse_tenant,
 )
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, segment_bytes_for, segments_max

@@ -20,16 +20,8 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperOption
 
 from kvhearth_server.cli.output import AsJson, Config, note, say, wrong
-from kvhearth_server.config.load import (
-    Settings,
-    Shown,
-    SsdDir,
-    TenantSetting,
-    flag_of,
-    load_settings,
-    unread_environment,
-)
-from kvhearth_server.config.value_types import format_size
+from kvhearth_server.config.load import Settings, flag_of, load_settings, unread_environment
+from kvhearth_server.config.value_types import Shown
 
 OWN_PANEL = "This command"
 _STARTS = {
@@ -187,19 +179,11 @@ def setting_line(name: str, field: FieldInfo, value: object) -> str:
 
 def _written(field: FieldInfo, value: object) -> Any:
     if isinstance(value, tuple | list):
-        return [_item(part) for part in value]
+        return [part if isinstance(part, int) else str(part) for part in value]
     if (shown := _shown(field)) is not None and value is not None:
         text = shown.format(value)
         return int(text) if text.isdecimal() else text
     return value if value is None or isinstance(value, bool | int | float) else str(value)
-
-
-def _item(value: object) -> object:
-    if isinstance(value, TenantSetting):
-        uids = ",".join(map(str, value.uids))
-        on_ssd = f":{format_size(value.ssd_bytes)}" if value.ssd_bytes else ""
-        return f"{value.name}={uids}:{format_size(value.bytes)}{on_ssd}"
-    return str(value) if isinstance(value, SsdDir) else value
 
 
 def show(

@@ -26,10 +26,10 @@ from kvhearth_server.cli.app import exit_code
 from kvhearth_server.cli.config import with_flags
 from kvhearth_server.cli.machine import GOOD_FILESYSTEMS, DirectoryFacts, Drive, Machine
 from kvhearth_server.cli.output import AsJson, Config, flag, say, size, waiting
-from kvhearth_server.config.load import Settings, SsdDir, load_settings
+from kvhearth_server.config.load import Settings, load_settings
 from kvhearth_server.config.model import HUGEPAGE_BYTES
 from kvhearth_server.config.rlimit import needed, ssd_files
-from kvhearth_server.config.value_types import format_size
+from kvhearth_server.config.value_types import SsdDir, format_size
 from kvhearth_server.memory.mapping import MIB, THP_FIX, Filesystem, FilesystemKind, filesystem_kind
 from kvhearth_server.memory.plan import Room, room_of
 from kvhearth_server.preflight import arena_plan, problems

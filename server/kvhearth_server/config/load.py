@@ -19,13 +19,10 @@ from kvhearth import failpoints as faults
 from kvhearth import native
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import default_socket_dir
-from kvhearth_server.config.model import (
-    ENV_PREFIX,
-    RELOADABLE,
-    SOCKET_PATH_BYTES_MAX,
-    Settings,
-)
-from kvhearth_server.config.value_types import Shown, SsdDir, TenantSetting, parse_tenant
+from kvhearth_server.config.model import ENV_PREFIX, RELOADABLE, Settings
+from kvhearth_server.config.value_types import Shown
+
+__all__ = ["ENV_PREFIX", "Settings", "load_settings"]
 
 YAML_BYTES_MAX = 1 << 20
 _CHARS_MAX = 400
@@ -96,20 +93,6 @@ def one_line(text: str) -> str:
     """Return ``text`` with unprintable characters as escapes: it may come from a file or a name."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
-
-__all__ = [
-    "ENV_PREFIX",
-    "SOCKET_PATH_BYTES_MAX",
-    "Settings",
-    "Shown",
-    "SsdDir",
-    "TenantSetting",
-    "flag_of",
-    "load_settings",
-    "merged_settings",
-    "parse_tenant",
-    "unread_environment",
-]
 
 CONFIG_ENV = "KVHEARTH_CONFIG"
 SHARED_MEMORY = Path("/dev/shm")

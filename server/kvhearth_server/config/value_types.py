@@ -111,6 +111,10 @@ class TenantSetting:
     bytes: int
     ssd_bytes: int = 0
 
+    def __str__(self) -> str:
+        on_ssd = f":{format_size(self.ssd_bytes)}" if self.ssd_bytes else ""
+        return f"{self.name}={','.join(map(str, self.uids))}:{format_size(self.bytes)}{on_ssd}"
+
 
 def parse_tenant(value: object) -> TenantSetting:
     """Parse ``NAME=[UID[,UID...]]:SIZE[:SSD]``, or a mapping of name, uids, bytes and ssd_bytes.
