@@ -179,6 +179,19 @@ def test_a_catalogue_that_is_garbage_is_a_cold_start(data: bytes) -> None:
         end_well(daemon)
 
 
+@pytest.mark.parametrize("size", [0, 3_000_001])
+def test_a_catalogue_that_was_cut_is_no_obstacle(size: int) -> None:
+    with running_daemon(arena=True) as daemon:
+        end_well(daemon)
+        assert daemon.arena_dir is not None
+        os.truncate(daemon.arena_dir / "catalogue", size)
+        for _ in range(2):
+            assert daemon.start()
+            with engine_of(daemon.url(), contract_of(PAGE_BYTES)) as engine:
+                goes_on(engine)
+            end_well(daemon)
+
+
 BAD_ENTRIES = {
     "a broken contract": {"number": 1, "tenant": "default", "epoch": 1, "contract": "{}"},
     "no contract": {"number": 1, "tenant": "default", "epoch": 1},

@@ -24,6 +24,10 @@ from kvhearth_server.config.value_types import Shown
 
 __all__ = ["ENV_PREFIX", "Settings", "load_settings"]
 
+CONFIG_ENV = "KVHEARTH_CONFIG"
+SHARED_MEMORY = Path("/dev/shm")
+ARENA_EXTRA = 64 << 20
+"""Bytes beside the arena's memory and its journal, at most: the catalogue."""
 YAML_BYTES_MAX = 1 << 20
 _CHARS_MAX = 400
 _PROBLEMS_MAX = 20
@@ -92,12 +96,6 @@ def _cut(text: str) -> str:
 def one_line(text: str) -> str:
     """Return ``text`` with unprintable characters as escapes: it may come from a file or a name."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-
-
-CONFIG_ENV = "KVHEARTH_CONFIG"
-SHARED_MEMORY = Path("/dev/shm")
-ARENA_EXTRA = 64 << 20
-"""Bytes beside the arena's memory and its journal, at most: the catalogue."""
 
 
 def flag_of(name: str) -> str:

@@ -52,7 +52,9 @@ from kvhearth_server.memory.plan import (
     RESIZED_NAME,
     ArenaPlan,
     Found,
+    Room,
     Step,
+    arena_files,
     check_room,
     describe,
     kept_name,
@@ -478,15 +480,16 @@ def _open_folder(
     folder: Path, lock_fd: int, found: Found, generations: Generations, memory: _Memory
 ) -> Arena:
     plan = memory.plan
+    room = room_of(plan.geometry, filesystem_kind(folder))
     with contextlib.ExitStack() as undo:
         notes = list(found.notes)
         old = None
         if found.catalogue is None or found.geometry is None:
             memory.kept = secrets.token_hex(8) if plan.keep else ""
-            segments, journal, catalogue = _cold(plan, folder, memory)
+            segments, journal, catalogue = _cold(folder, memory, room)
             blob = DurableBlob(catalogue)
         else:
-            blob = DurableBlob(open_segment(folder / CATALOGUE_NAME))
+            blob = DurableBlob(open_segment(folder / CATALOGUE_NAME, size_bytes=room.catalogue))
             undo.callback(blob.segment.close)
             old = finish_resize(folder, blob, found.catalogue)
             memory.kept = old.get("kept", "")
@@ -534,22 +537,20 @@ def _free_slots(journal: Segment, geometry: Geometry, lost: Collection[int]) -> 
     hit("arena.slots_freed")
 
 
-def _cold(plan: ArenaPlan, folder: Path, memory: _Memory) -> tuple[list[Segment], Segment, Segment]:
+def _cold(folder: Path, memory: _Memory, room: Room) -> tuple[list[Segment], Segment, Segment]:
     """Make new segments, a new journal and an empty catalogue.
 
     Old files are unlinked first: an engine that still maps one continues to write to memory that is
     never read. Without the catalogue, which goes before all others, nobody adopts them.
     """
-    catalogue, journal = folder / CATALOGUE_NAME, journal_path(folder)
-    for path in [catalogue, *folder.glob("segment-*"), journal, folder / RESIZED_NAME]:
+    for path in arena_files(folder):
         path.unlink(missing_ok=True)
     memory.forget()
-    segments = memory.open(segment_numbers(plan.geometry))
-    room, policy = room_of(plan.geometry, filesystem_kind(folder)), HugepagePolicy.PREFER
+    segments, policy = memory.open(segment_numbers(memory.plan.geometry)), HugepagePolicy.PREFER
     return (
         segments,
-        create_segment(room.journal, policy, path=journal, populated=False),
-        create_segment(room.catalogue, policy, path=catalogue),
+        create_segment(room.journal, policy, path=journal_path(folder), populated=False),
+        create_segment(room.catalogue, policy, path=folder / CATALOGUE_NAME),
     )
 
 

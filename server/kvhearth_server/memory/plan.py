@@ -32,7 +32,6 @@ CATALOGUE_BYTES_MAX = 12 << 20
 """Room for all contracts (twice, since they are quoted) and for the groups of all sessions."""
 RESIZED_NAME = "journal.resized"
 """The journal of an arena that is being resized. It is valid once the catalogue names it."""
-JOURNALS = ("journal", RESIZED_NAME)
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,14 @@ class Found:
 def segment_path(folder: Path, index: int) -> Path:
     """The file of a segment in an arena directory."""
     return folder / f"segment-{index}"
+
+
+def arena_files(folder: Path) -> list[Path]:
+    """The files of an arena, including half-made ones, the catalogue first; a cold start deletes
+    all.
+    """
+    names = (CATALOGUE_NAME, journal_path(folder).name, RESIZED_NAME, "segment-*")
+    return [path for name in names for end in ("", ".new") for path in folder.glob(name + end)]
 
 
 def segment_numbers(geometry: Geometry) -> range:
@@ -353,7 +360,7 @@ def _check_files(
 def _missing(plan: ArenaPlan, folder: Path, room: Room, found: Found) -> int:
     """Bytes to be allocated for the files before any file that a crash would need is deleted."""
     if found.step is Step.COLD:
-        return max(room.bytes - _taken(*_files(folder)), 0)
+        return max(room.bytes - _taken(*arena_files(folder)), 0)
     journal = journal_path(folder)
     if found.step is Step.RESIZE or not journal.exists():
         journal = folder / RESIZED_NAME  # the new one, made while the old one stays
@@ -367,9 +374,3 @@ def _missing(plan: ArenaPlan, folder: Path, room: Room, found: Found) -> int:
 
 def _taken(*paths: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of an arena, including half-made ones; a cold start deletes or reuses all."""
-    names = (CATALOGUE_NAME, f"{CATALOGUE_NAME}.new", *JOURNALS, *(f"{n}.new" for n in JOURNALS))
-    return [*folder.glob("segment-*"), *(folder / name for name in names)]
