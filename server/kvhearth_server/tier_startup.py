@@ -7,7 +7,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
@@ -19,11 +18,7 @@ from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import Segment, create_segment
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign, read_secret, unwritable
-from kvhearth_server.tiers.base import (
-    AbandonableCall,
-    DirectoryError,
-    Tier,
-)
+from kvhearth_server.tiers.base import DirectoryError, Tier, ask_each
 from kvhearth_server.tiers.figures import TierFigures
 from kvhearth_server.tiers.remote.limits import Limits
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
@@ -352,18 +347,12 @@ def _no_interface(settings: Settings, error: OSError) -> KVHearthError:
 
 def _ask_all(paths: list[Path], ask: Callable[[Path], str]) -> dict[Path, str]:
     """Return the answers of ``ask`` that are not empty; a hanging drive delays them briefly."""
-    patience_s = SsdSettings.open_s
-    end = time.monotonic() + patience_s
-    asked = {path: AbandonableCall(str(path), partial(ask, path), lambda _: None) for path in paths}
-    found = dict[Path, str]()
-    for path, each in asked.items():
-        try:
-            message = each.answer(end, patience_s)
-        except DirectoryError as error:
-            message = f"--ssd-dir {error}"
-        if message:
-            found[path] = message
-    return found
+    found = ask_each(paths, ask, SsdSettings.open_s)
+    return {
+        path: f"--ssd-dir {said}" if isinstance(said, DirectoryError) else said
+        for path, said in found.items()
+        if said
+    }
 
 
 def _make(path: Path) -> str:

@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +21,7 @@ from kvhearth_server.memory.durable_file import catalogue_text, framed, unframed
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.ownership import read_own, replace_file, sync_directory
-from kvhearth_server.tiers.base import (
-    NAMESPACES_NAME,
-    AbandonableCall,
-    DirectoryError,
-)
+from kvhearth_server.tiers.base import NAMESPACES_NAME, DirectoryError, ask_each
 
 FILE_NAME = NAMESPACES_NAME
 RESERVE_BYTES = 10 << 20
@@ -88,19 +83,13 @@ class EpochStore:
 
     def _found(self) -> list[_StoredContent]:
         """Return the content of each directory that has some and answers in time."""
-        end = time.monotonic() + self._patience_s
-        asked = [
-            AbandonableCall(str(path), partial(_read, path), lambda _: None) for path in self.paths
-        ]
         found = []
-        for each in asked:
-            try:
-                said = each.answer(end, self._patience_s)
-            except DirectoryError as error:
+        for said in ask_each(self.paths, _read, self._patience_s).values():
+            if isinstance(said, DirectoryError):
                 self._counters.add("ssd_catalogue_failures")
-                _log.error("ssd_catalogue.not_read", error=str(error))
-                continue
-            found += [said] if said else []
+                _log.error("ssd_catalogue.not_read", error=str(said))
+            elif said is not None:
+                found.append(said)
         return found
 
     def write(self, content: dict[str, Any], namespaces: Sequence[str]) -> None:

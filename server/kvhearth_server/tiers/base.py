@@ -13,10 +13,11 @@ import enum
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -589,45 +590,45 @@ class DirectoryError(Exception):
 T = TypeVar("T")
 
 
-class AbandonableCall(Generic[T]):
-    """A call on a thread of its own, which the caller may abandon."""
+def ask_each(
+    paths: Iterable[Path],
+    ask: Callable[[Path], T],
+    patience_s: float,
+    undo: Callable[[T], None] = lambda _: None,
+) -> dict[Path, T | DirectoryError]:
+    """Return the answer of each path, or the error that ``ask`` raised.
 
-    def __init__(self, what: str, ask: Callable[[], T], undo: Callable[[T], None]) -> None:
-        """``undo`` is called with a result that came too late."""
-        self._what, self._ask, self._undo = what, ask, undo
-        self._lock = threading.Lock()
-        self._answers: list[T] = []
-        self._error: DirectoryError | None = None
-        self._given_up = False
-        self._thread = threading.Thread(target=self._run, name="kvhearth-open", daemon=True)
-        self._thread.start()
+    Each is asked on a thread of its own, which is abandoned after ``patience_s``: a drive may hang.
 
-    def answer(self, end: float, patience_s: float) -> T:
-        """Return the result, waiting until ``end`` (monotonic), which is ``patience_s`` after the
-        start.
+    Args:
+        undo: called with an answer that came too late.
+    """
 
-        Raises:
-            DirectoryError: the call raised it, or there is no result.
-        """
-        self._thread.join(max(0.0, end - time.monotonic()))
-        with self._lock:
-            self._given_up = not self._answers
-        if self._answers:
-            return self._answers[0]
-        if self._error is not None:
-            raise self._error
-        hangs = f"did not answer in {patience_s:g} s; see dmesg: its drive may hang"
-        failed = "could not be opened, by a bug: see the log"
-        raise DirectoryError(f"{self._what} {hangs if self._thread.is_alive() else failed}")
-
-    def _run(self) -> None:
+    def run(path: Path, told: Future[T | DirectoryError]) -> None:
         try:
-            answer = self._ask()
+            answer: T | DirectoryError = ask(path)
         except DirectoryError as error:
-            self._error = error
-            return
-        with self._lock:
-            if not self._given_up:
-                self._answers.append(answer)
-                return
-        self._undo(answer)
+            answer = error
+        if told.set_running_or_notify_cancel():
+            told.set_result(answer)
+        elif not isinstance(answer, DirectoryError):
+            undo(answer)
+
+    end = time.monotonic() + patience_s
+    asked = {path: Future[T | DirectoryError]() for path in paths}
+    threads = [
+        threading.Thread(target=run, args=each, name="kvhearth-open", daemon=True)
+        for each in asked.items()
+    ]
+    for thread in threads:
+        thread.start()
+    found = dict[Path, T | DirectoryError]()
+    for (path, told), thread in zip(asked.items(), threads, strict=True):
+        thread.join(max(0.0, end - time.monotonic()))
+        if told.cancel():
+            hangs = f"did not answer in {patience_s:g} s; see dmesg: its drive may hang"
+            failed = "could not be opened, by a bug: see the log"
+            found[path] = DirectoryError(f"{path} {hangs if thread.is_alive() else failed}")
+        else:
+            found[path] = told.result()
+    return found

@@ -11,7 +11,6 @@ import queue
 import re
 import stat
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 from kvhearth.failpoints import hit
 from kvhearth.model import Records
 from kvhearth_server.ownership import sync_directory, unwritable
-from kvhearth_server.tiers.base import AbandonableCall, Counts, DirectoryError, Kind
+from kvhearth_server.tiers.base import Counts, DirectoryError, Kind, ask_each
 from kvhearth_server.tiers.ssd.disk.queues import signal_event
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
@@ -609,21 +608,17 @@ def open_directories(
     Raises:
         DirectoryError: none can be used.
     """
-    end = time.monotonic() + settings.open_s
+    places = {place.path: place for place in settings.places}
 
-    def ask(place: SsdDirectorySpec) -> AbandonableCall[Directory]:
-        def opened() -> Directory:
-            return _open(place, settings, files, event_fd)
+    def ask(path: Path) -> Directory:
+        return _open(places[path], settings, files, event_fd)
 
-        return AbandonableCall(str(place.path), opened, Directory.close)
-
-    asked = {place: ask(place) for place in settings.places}
     found: list[Directory] = []
-    for place, each in asked.items():
-        try:
-            found.append(each.answer(end, settings.open_s))
-        except DirectoryError as error:
-            failed[place] = str(error)
+    for path, answer in ask_each(places, ask, settings.open_s, Directory.close).items():
+        if isinstance(answer, DirectoryError):
+            failed[places[path]] = str(answer)
+        else:
+            found.append(answer)
     if not found:
         raise DirectoryError("; ".join(failed.values()))
     for directory in found:
