@@ -58,6 +58,7 @@ from kvhearth_server.transport.attach import Admission, AttachServer, Tenancy
 from kvhearth_server.transport.dispatch import Dispatcher
 from kvhearth_server.transport.frames import CallsServer
 from kvhearth_server.transport.operators import Operators
+from kvhearth_server.transport.reports import Examine
 from kvhearth_server.transport.rpc import RpcServer
 from kvhearth_server.transport.web.routes import make_app
 from kvhearth_server.transport.web.server import WebServer
@@ -68,7 +69,6 @@ _SUMMED = (
     *("demoted_blocks", "promoted_blocks", "sessions_opened", "refusals", "checksum_failures"),
 )
 """Counters that the last log line of a run shows."""
-Examine = Callable[[], list[dict[str, str]]]
 Files = dict[str, tuple[Path, Callable[[], None]]]
 """Files by name: the path, and what makes it."""
 _TRIM_PAUSE_S = 0.25

@@ -11,10 +11,11 @@ import pytest
 from support.native import without_native
 
 from kvhearth_server.cli import app, doctor
-from kvhearth_server.cli.doctor import Finding, Grade, Look, examine
+from kvhearth_server.cli.doctor import Look, examine
 from kvhearth_server.cli.machine import Machine
 from kvhearth_server.config.load import Settings
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
+from kvhearth_server.transport.reports import Finding, Grade
 
 POOL = "hugepages/hugepages-2048kB"
 THP = "sys/kernel/mm/transparent_hugepage"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import platform
 import tempfile
@@ -37,24 +36,7 @@ from kvhearth_server.tier_startup import fleet_key, unusable_ssd_dir
 from kvhearth_server.tiers.remote.url import lifecycle_rule, parse_remote
 from kvhearth_server.tiers.ssd.disk.probe import choose
 from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
-
-
-class Grade(enum.StrEnum):
-    """Severity of a finding."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; ``fix`` is a command or a setting, empty if nothing needs fixing."""
-
-    check: str
-    grade: Grade
-    found: str
-    fix: str = ""
+from kvhearth_server.transport.reports import Finding, Grade
 
 
 @dataclass(frozen=True)
@@ -400,13 +382,13 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
 """The table of checks. A check yields one finding or more."""
 
 
-def worse_than_ok(settings: Settings) -> list[dict[str, str]]:
+def worse_than_ok(settings: Settings) -> list[Finding]:
     """Return the findings about this machine that are not ok, while a daemon serves with these
-    settings: each has ``check``, ``grade``, ``found`` and ``fix``.
+    settings.
     """
     look = Look(Machine(), settings, _temporary(), serving=True)
     found = [each for check in CHECKS for each in check(look)]
-    return [dataclasses.asdict(each) for each in found if each.grade is not Grade.OK]
+    return [each for each in found if each.grade is not Grade.OK]
 
 
 _COLOURS = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "red"}

@@ -14,6 +14,7 @@ from kvhearth_server.cli.output import Config
 from kvhearth_server.config.load import Settings, load_settings, unread_environment
 from kvhearth_server.config.value_types import format_size
 from kvhearth_server.observability import logs
+from kvhearth_server.transport.reports import Finding
 
 
 def prepare(config: Path | None, flags: Mapping[str, object]) -> Settings:
@@ -63,7 +64,7 @@ def serve(context: typer.Context, config: Config = None, **flags: object) -> Non
     def again() -> Settings:
         return load_settings(flags, config)
 
-    def examine() -> list[dict[str, str]]:
+    def examine() -> list[Finding]:
         from kvhearth_server.cli import doctor
 
         return doctor.worse_than_ok(settings)

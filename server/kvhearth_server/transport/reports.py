@@ -5,8 +5,9 @@ docstrings and descriptions are OpenAPI's.
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -206,6 +207,29 @@ class Reload(Report):
 
     changed: Annotated[list[str], Field(description="They hold now.")]
     needs_restart: Annotated[list[str], Field(description="They hold after a restart only.")]
+
+
+class Grade(enum.StrEnum):
+    """Severity of a finding: ``fail`` keeps a daemon from starting, ``warn`` costs speed or a
+    feature.
+    """
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about this machine, and whether it could be better."""
+
+    check: str
+    grade: Grade
+    found: str
+    fix: Annotated[str, Field(description="The line that fixes it; empty for nothing.")] = ""
+
+
+Examine = Callable[[], list[Finding]]
 
 
 def version(engine: Engine) -> Version:

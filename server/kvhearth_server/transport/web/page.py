@@ -9,13 +9,12 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
-from pydantic import Field
 from starlette.routing import Route
 
 from kvhearth.errors import KVHearthError, Reason
@@ -24,6 +23,7 @@ from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.watch import EVERY_S, RATES
 from kvhearth_server.observability.exposition import Renderings
+from kvhearth_server.transport.reports import Examine, Finding, Grade
 
 VIEWERS_MAX = 16
 _EXAMINED_FOR_S = 60.0
@@ -105,16 +105,6 @@ def _message(event: str, data: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class AdviceLine:
-    """Something about this machine that could be better."""
-
-    check: str
-    grade: Annotated[str, Field(description="warn, or fail.")]
-    found: str
-    fix: Annotated[str, Field(description="The line that fixes it.")]
-
-
-@dataclass(frozen=True)
 class Connect:
     """A line that connects an engine to this very daemon."""
 
@@ -126,7 +116,7 @@ class Connect:
 class Advice:
     """Findings of the doctor about this machine, and lines that connect engines."""
 
-    findings: list[AdviceLine]
+    findings: list[Finding]
     connect: list[Connect]
 
 
@@ -137,12 +127,7 @@ class Guide:
         examine: returns the findings; called on a thread.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        settings: Settings,
-        examine: Callable[[], list[dict[str, str]]],
-    ) -> None:
+    def __init__(self, engine: Engine, settings: Settings, examine: Examine) -> None:
         self._engine = engine
         self._settings = settings
         self._examine = examine
@@ -155,14 +140,14 @@ class Guide:
         async with self._turn:
             if self._advice is None or time.monotonic() - self._at > _EXAMINED_FOR_S:
                 found = await asyncio.to_thread(self._examine)
-                lines = [AdviceLine(**each) for each in found if self._matters(each["check"])]
+                lines = [each for each in found if self._matters(each.check)]
                 self._advice = Advice(lines, connections(self._settings))
                 self._at = time.monotonic()
         return replace(self._advice, findings=[*self._notices(), *self._advice.findings])
 
-    def _notices(self) -> list[AdviceLine]:
+    def _notices(self) -> list[Finding]:
         notices = self._engine.notices.items()
-        return [AdviceLine(about, "warn", text, "") for about, text in notices]
+        return [Finding(about, Grade.WARN, text) for about, text in notices]
 
     def _matters(self, check: str) -> bool:
         """Whether a finding says something about this run, which may have all huge pages that it

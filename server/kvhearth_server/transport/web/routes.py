@@ -7,7 +7,6 @@ import json
 import sys
 import traceback
 from asyncio import all_tasks
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Path, Query, Request, Response
@@ -459,7 +458,7 @@ def make_app(
     engine: Engine,
     settings: Settings,
     operators: Operators,
-    examine: Callable[[], list[dict[str, str]]] = list,
+    examine: reports.Examine = list,
 ) -> FastAPI:
     """Build the application over an engine; all of it runs on the engine's loop.
 
