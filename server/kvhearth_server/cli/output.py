@@ -17,7 +17,7 @@ from rich.text import Text
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli.liveness import printable
-from kvhearth_server.config.load import one_line
+from kvhearth_server.observability.logs import one_line
 
 _Parsed = TypeVar("_Parsed")
 

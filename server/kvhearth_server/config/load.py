@@ -21,6 +21,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import default_socket_dir
 from kvhearth_server.config.model import ENV_PREFIX, RELOADABLE, Settings
 from kvhearth_server.config.value_types import Shown
+from kvhearth_server.observability.logs import one_line
 
 __all__ = ["ENV_PREFIX", "Settings", "load_settings"]
 
@@ -91,11 +92,6 @@ def parse_yaml(data: bytes) -> object:
 def _cut(text: str) -> str:
     """Return ``text``, shortened to a length that a message takes."""
     return text if len(text) <= _CHARS_MAX else text[: _CHARS_MAX - 3] + "..."
-
-
-def one_line(text: str) -> str:
-    """Return ``text`` with unprintable characters as escapes: it may come from a file or a name."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def flag_of(name: str) -> str:

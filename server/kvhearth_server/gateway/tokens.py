@@ -22,8 +22,9 @@ from typing import Any
 import yaml
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.config.load import YAML_BYTES_MAX, one_line, parse_yaml
+from kvhearth_server.config.load import YAML_BYTES_MAX, parse_yaml
 from kvhearth_server.config.value_types import check_tenant_name, parse_size
+from kvhearth_server.observability.logs import one_line
 from kvhearth_server.ownership import read_secret, replace_file
 
 TOKEN_BYTES = 32

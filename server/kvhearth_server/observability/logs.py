@@ -131,13 +131,14 @@ def _printable(_: Any, __: str, fields: MutableMapping[str, Any]) -> MutableMapp
     """
     for name, value in fields.items():
         if name in ("exception", "stack") and isinstance(value, str):
-            fields[name] = "\n".join(f"  {_escaped(line)}" for line in value.split("\n"))
+            fields[name] = "\n".join(f"  {one_line(line)}" for line in value.split("\n"))
         elif isinstance(value, str):
-            fields[name] = _escaped(value)
+            fields[name] = one_line(value)
     return fields
 
 
-def _escaped(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return ``text`` with unprintable characters as escapes: it may come from a file or a peer."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
