@@ -31,7 +31,7 @@ from kvhearth_server.core.slot_table import Geometry, State
 from kvhearth_server.core.state import CoreState, Limits
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
-from kvhearth_server.memory.journal import STATE_WORDS
+from kvhearth_server.memory.journal import STATE_WORDS, slab_sizes
 from support.core_kit import contract, full, key, mamba, shards_of, window
 from support.core_model import Block, Memory, Model, Place
 from support.core_shell import Crash, Shell, fault_hook
@@ -484,7 +484,7 @@ class MachineBase(RuleBasedStateMachine):
         """Check that the journal agrees with the table."""
         journal, table = self.engine.journal, self.state.table
         assert journal is not None
-        assert journal.slab_sizes() == table.slab_slot_bytes.tolist()
+        assert slab_sizes(journal.slab_words) == table.slab_slot_bytes.tolist()
         assert np.array_equal(journal.headers["state"], WORDS[table.state])
 
     def teardown(self) -> None:

@@ -308,10 +308,6 @@ class Journal:
         self.slab_words[action.slab] = slab_word(action.slot_bytes)
         hit("journal.slab")
 
-    def slab_sizes(self) -> list[int]:
-        """The slot size of each slab: 0 for none, -1 where the word is damaged."""
-        return slab_sizes(self.slab_words)
-
     def close(self) -> None:
         """Unmap the file."""
         del self.headers, self.slab_words, self._bytes, self._halves
@@ -367,30 +363,25 @@ _Rows = I64 | slice
 """Selection of rows of the columns, in order."""
 
 
-class _Specs:
-    """Catalogue data of each (namespace, group) pair, as arrays indexed by pair code."""
+_SPEC_DTYPE = np.dtype(
+    [(name, "<i8") for name in ["segment", "epoch", "length", "shards", "key_bytes", "slot_bytes"]]
+)
 
-    def __init__(self, namespaces: Namespaces, geometry: Geometry) -> None:
-        count = 1 + max((space.number for space in namespaces), default=0)
-        self.known = np.zeros(count * 256, np.bool_)
-        self.epoch = np.zeros(count * 256, np.int64)
-        self.length = np.zeros(count * 256, np.int64)
-        self.shards = np.zeros(count * 256, np.int64)
-        self.key_bytes = np.zeros(count * 256, np.int64)
-        self.slot_bytes = np.zeros(count * 256, np.int64)
-        self.segment = np.zeros(count * 256, np.int64)
-        self.key_bytes_max = max((s.contract.hash_bytes for s in namespaces), default=8)
-        segments = {s.tenant: i for i, s in enumerate(geometry.segments)}
-        for space in namespaces:
-            for kv_group, spec in enumerate(space.contract.groups):
-                pair = space.number * 256 + kv_group
-                self.known[pair] = space.tenant in segments
-                self.segment[pair] = segments.get(space.tenant, -1)
-                self.epoch[pair] = space.epoch
-                self.length[pair] = spec.page_bytes
-                self.shards[pair] = spec.shards
-                self.key_bytes[pair] = space.contract.hash_bytes
-                self.slot_bytes[pair] = geometry.slot_bytes_for(spec.page_bytes)
+
+def _specs(namespaces: Namespaces, geometry: Geometry) -> Records:
+    """Return the catalogue's data of each (namespace, group) pair, indexed by pair code; zeros, of
+    which no header has any, where there is none.
+    """
+    count = 1 + max((space.number for space in namespaces), default=0)
+    specs = np.zeros(count * 256, _SPEC_DTYPE)
+    segments = {s.tenant: i for i, s in enumerate(geometry.segments)}
+    for space in namespaces:
+        segment = segments.get(space.tenant, -1)
+        for kv_group, spec in enumerate(space.contract.groups):
+            sizes = (space.contract.hash_bytes, geometry.slot_bytes_for(spec.page_bytes))
+            row = (segment, space.epoch, spec.page_bytes, spec.shards, *sizes)
+            specs[space.number * 256 + kv_group] = row
+    return specs
 
 
 def read_journal(journal: Journal, geometry: Geometry, namespaces: Namespaces) -> Adoption:
@@ -404,15 +395,16 @@ class _Reader:
     def __init__(self, journal: Journal, geometry: Geometry, namespaces: Namespaces) -> None:
         self._journal, self._geometry = journal, geometry
         self._found = Adoption()
-        self._specs = _Specs(namespaces, geometry)
+        self._specs = _specs(namespaces, geometry)
         self._held: dict[int, list[I64]] = defaultdict(list)
-        for slab, size in enumerate(journal.slab_sizes()):
+        for slab, size in enumerate(slab_sizes(journal.slab_words)):
             if size > geometry.slab_bytes or size < 0 or size % geometry.slot_bytes_min:
                 self._hold_damaged(slab)
             elif size:
                 self._found.slabs.append((slab, size))
         capacity = sum(geometry.slab_bytes // size for _, size in self._found.slabs)
-        self._columns = _Columns(capacity, self._specs.key_bytes_max)
+        key_bytes_max = max((space.contract.hash_bytes for space in namespaces), default=8)
+        self._columns = _Columns(capacity, key_bytes_max)
 
     def read(self) -> Adoption:
         """Return all that can be adopted."""
@@ -482,21 +474,21 @@ class _Reader:
 
     def _whole(self, rows: Records, slots: I64, sizes: I64) -> Bools:
         """Tell which committed headers are undamaged and fit the catalogue; drop the others."""
-        specs = self._specs
         good = (rows["magic"] == MAGIC) & (rows["version"] == VERSION)
         good &= rows["identity_check"] == identity_check(rows)
         summed = rows["state"] == STATE_WORDS[State.SUMMED]
         good &= ~summed | (rows["sum_check"] == sum_check(rows))
         self._drop(DropCause.HEADER, slots[~good])
         pairs = _pairs(rows)
-        inside = pairs < len(specs.known)
-        pairs = np.where(inside, pairs, 0)
-        fits = inside & specs.known[pairs] & (rows["length"] == specs.length[pairs])
-        fits &= (rows["shard_count"] == specs.shards[pairs]) & (rows["shard"] < rows["shard_count"])
-        fits &= (rows["key_bytes"] == specs.key_bytes[pairs]) & (sizes == specs.slot_bytes[pairs])
-        fits &= _segments(self._geometry, slots) == specs.segment[pairs]
+        inside = pairs < len(self._specs)
+        expected = self._specs.take(np.where(inside, pairs, 0))
+        fits = inside & (rows["length"] == expected["length"])
+        fits &= (rows["shard_count"] == expected["shards"]) & (rows["shard"] < expected["shards"])
+        fits &= rows["key_bytes"] == expected["key_bytes"]
+        fits &= sizes == expected["slot_bytes"]
+        fits &= _segments(self._geometry, slots) == expected["segment"]
         self._drop(DropCause.CONTRACT, slots[good & ~fits])
-        current = rows["epoch"] == specs.epoch[pairs]
+        current = rows["epoch"] == expected["epoch"]
         self._drop(DropCause.EPOCH, slots[good & fits & ~current])
         return np.asarray(good & fits & current)
 
@@ -513,7 +505,7 @@ class _Reader:
         for pair in np.flatnonzero(counts).tolist():
             alone = counts[pair] == columns.count
             rows: _Rows = slice(0, columns.count) if alone else np.flatnonzero(pairs == pair)
-            shards = int(self._specs.shards[pair])
+            shards = int(self._specs["shards"][pair])
             rank = columns.sequence[rows] * np.uint64(shards) + columns.shard[rows]
             if (rank[1:] <= rank[:-1]).any():
                 numbers = np.arange(columns.count)[rows]
@@ -537,7 +529,7 @@ class _Reader:
     def _adopt_pair(self, rows: _Rows, pair: int) -> None:
         """Adopt blocks of one namespace and group; ``rows`` hold all shards, oldest block first."""
         columns, specs = self._columns, self._specs
-        shards, width = int(specs.shards[pair]), int(specs.key_bytes[pair])
+        shards, width = int(specs["shards"][pair]), int(specs["key_bytes"][pair])
         slots = columns.slot[rows].reshape(-1, shards)
         if not len(slots):
             return
