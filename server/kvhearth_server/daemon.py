@@ -511,7 +511,7 @@ def _say_ready(settings: Settings, engine: Engine, web: WebServer) -> None:
         memory_bytes=sum(segment.bytes for segment in segments),
         pages=sorted({str(segment.page_kind) for segment in segments}),
         huge_bytes=sum(segment.huge_bytes for segment in segments),
-        numa_nodes=sorted(set(engine.arena.slab_nodes().tolist())),
+        numa_nodes=engine.arena.populator.nodes,
         adopted_blocks=engine.adopted_blocks,
         adopt_s=round(engine.adopt_s, 3),
         attach=str(settings.attach_socket),

@@ -14,8 +14,8 @@ from kvhearth.model import U8
 from kvhearth_server.config.load import Settings
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.memory.arena import Arena
-from kvhearth_server.memory.mapping import HugepagePolicy
-from kvhearth_server.memory.segments import Segment, create_segment
+from kvhearth_server.memory.mapping import HugepagePolicy, Segment
+from kvhearth_server.memory.segments import create_segment
 from kvhearth_server.observability.logs import StartBar, get_logger
 from kvhearth_server.ownership import foreign, read_secret, unwritable
 from kvhearth_server.tiers.base import DirectoryError, Tier, ask_each

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvhearth import native
 from kvhearth.contract import Contract
-from kvhearth.model import I64, U8
+from kvhearth.model import U8
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
 from kvhearth_server.core.slot_table import Geometry, SlotTable
@@ -108,13 +108,9 @@ class FakeArena:
         """Reset the state that a restart of the daemon resets."""
         self.generations = FakeGenerations(self.plan.geometry.slot_count)
         self.catalogue: dict[str, Any] | None = json.loads(self.text) if self.text else None
-        nodes = self.slab_nodes()
+        nodes = np.zeros(self.plan.geometry.slab_count, np.int64)
         self.populator = Populator(self.plan.geometry, [], None, nodes, KernelTopology())
         self.populator.populated[:] = True
-
-    def slab_nodes(self) -> I64:
-        """Return the NUMA node of each slab."""
-        return np.zeros(self.plan.geometry.slab_count, np.int64)
 
     def journal(self, table: SlotTable) -> Journal:
         """Return a journal over a core's table."""

@@ -15,8 +15,8 @@ from support.memory_places import tmpfs_directory
 
 from kvhearth.prefault import Populate, Span
 from kvhearth.shared_memory import MADV_COLLAPSE, Collapse, SharedMapping
-from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory, PageKind
-from kvhearth_server.memory.segments import Segment, create_segment, open_segment
+from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory, PageKind, Segment
+from kvhearth_server.memory.segments import create_segment, open_segment
 
 KERNEL = KernelMemory()
 HUGE = KERNEL.thp_bytes()

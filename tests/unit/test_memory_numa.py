@@ -94,7 +94,7 @@ def test_an_arena_s_slabs_know_their_nodes_also_when_it_is_adopted() -> None:
         plan = ArenaPlan(geometry, folder / "arena", OFF)
         for _ in range(2):
             arena = open_arena(plan, Nodes(0, 1))
-            assert arena.slab_nodes().tolist() == [0, 0, 1, 1, 0, 1]
+            assert arena.populator.slab_nodes.tolist() == [0, 0, 1, 1, 0, 1]
             arena.write_catalogue(arena.catalogue_head({}), [])
             arena.close()
 

@@ -22,9 +22,10 @@ from kvhearth_server.memory.mapping import (
     HugepagePolicy,
     KernelMemory,
     PageKind,
+    Segment,
     map_file,
 )
-from kvhearth_server.memory.segments import Segment, create_segment, open_segment
+from kvhearth_server.memory.segments import create_segment, open_segment
 
 MIB = 1 << 20
 SIZE = 4 * MIB

@@ -141,7 +141,7 @@ class Engine:
             limits,
             arena.generations.array,
             hash_seed=seed,
-            slab_nodes=arena.slab_nodes(),
+            slab_nodes=arena.populator.slab_nodes,
         )
         self.journal = arena.journal(self.core.state.table)
         self.sessions = Sessions()

@@ -40,6 +40,7 @@ from kvhearth_server.memory.journal import (
 from kvhearth_server.memory.mapping import (
     HugepagePolicy,
     KernelMemory,
+    Segment,
     address_of,
     filesystem_kind,
     make_memfd,
@@ -63,7 +64,7 @@ from kvhearth_server.memory.plan import (
     segment_path,
 )
 from kvhearth_server.memory.populator import Populator
-from kvhearth_server.memory.segments import Segment, create_segment, open_segment
+from kvhearth_server.memory.segments import create_segment, open_segment
 
 _FREE = STATE_WORDS[State.FREE]
 _FULLNESS = 8
@@ -336,10 +337,6 @@ class Arena:
     kept: str = ""
     _lock_fd: int = -1
     _surplus: list[tuple[Segment, set[int]]] = field(default_factory=list)
-
-    def slab_nodes(self) -> I64:
-        """NUMA node of each slab, shape (slabs,)."""
-        return np.concatenate([segment.nodes for segment in self.segments])
 
     @property
     def durable(self) -> bool:

@@ -24,7 +24,7 @@ from kvhearth_server.core.actions import Bind, BindOne, Mark, SlabSized, Summed
 from kvhearth_server.core.adoption import AdoptedBlocks, Adoption, DropCause
 from kvhearth_server.core.namespaces import Namespaces
 from kvhearth_server.core.slot_table import KERNEL, Geometry, SlotTable, State
-from kvhearth_server.memory.segments import Segment
+from kvhearth_server.memory.mapping import Segment
 
 MAGIC = 0x4B56484A
 VERSION = 2

@@ -42,7 +42,7 @@ class Populator:
         geometry: the arena's.
         segments: its memory.
         journal: its journal, None without one.
-        nodes: NUMA node of each slab.
+        slab_nodes: NUMA node of each slab, shape (slabs,); an attribute, too.
         topology: binds threads to nodes.
 
     Attributes:
@@ -56,11 +56,11 @@ class Populator:
         geometry: Geometry,
         segments: Sequence[Segment],
         journal: Segment | None,
-        nodes: I64,
+        slab_nodes: I64,
         topology: Topology,
     ) -> None:
         self._geometry, self._segments, self._journal = geometry, segments, journal
-        self._nodes, self._topology = nodes, topology
+        self.slab_nodes, self._topology = slab_nodes, topology
         self.populated: Bools = np.zeros(geometry.slab_count, np.bool_)
         every = range(geometry.slab_count) if journal is not None else range(0)
         self.without_rows = set(every)
@@ -69,7 +69,7 @@ class Populator:
     @property
     def nodes(self) -> list[int]:
         """Nodes of the slabs; each is for one call of ``run``."""
-        return sorted(set(self._nodes.tolist()))
+        return sorted(set(self.slab_nodes.tolist()))
 
     def begin(self) -> None:
         """Populate what the first calls need.
@@ -105,7 +105,7 @@ class Populator:
         if len(self.nodes) > 1:
             with contextlib.suppress(OSError):
                 self._topology.run_on(node)
-        own = np.flatnonzero(self._nodes == node)
+        own = np.flatnonzero(self.slab_nodes == node)
         try:
             for slabs in self._row_portions(own.tolist()):
                 if stopped.is_set():

@@ -39,8 +39,6 @@ from kvhearth_server.memory.numa import Placement
 from kvhearth_server.memory.pages import HugetlbPages, PlainPages
 from kvhearth_server.ownership import foreign
 
-__all__ = ["Segment", "create_segment", "open_segment"]
-
 HUGE_BYTES = {PageKind.HUGE_1G: GIB, PageKind.HUGE_2M: 2 * MIB}
 """Sizes of hugetlb pages, best first."""
 _MFD_HUGE_SHIFT = 26
