@@ -10,7 +10,8 @@ from support.tiers import SEGMENT_BYTES, Arena, Clock, settings
 
 from kvhearth_server.engine.tiering.manager import DegradedLog
 from kvhearth_server.tiers.base import Kind
-from kvhearth_server.tiers.ssd.directory import WORDS, DirectoryHealth
+from kvhearth_server.tiers.figures import PROBLEMS
+from kvhearth_server.tiers.ssd.directory import DirectoryHealth
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
 from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 
@@ -58,11 +59,11 @@ def test_kinds_of_a_directory_stay_as_numbers_change() -> None:
         health.no_room(1e9, "no_space", "no space left on its file system")
         health.write_failed("no_space", now=0.0)
         health.read_failed("no_space")
-        kinds.append(health.by_kind(1.0))
+        kinds.append(health.problems(1.0))
     assert [*kinds[0]] == [*kinds[1]] == [*kinds[2]]
     assert kinds[0] != kinds[2]
     assert len(kinds[0]) == 6, "no two of them are taken for one"
-    assert {(kind.directory, kind.word in WORDS) for kind in kinds[0]} == {("/a", True)}
+    assert {(kind.directory, kind.word in PROBLEMS) for kind in kinds[0]} == {("/a", True)}
 
 
 def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
@@ -76,6 +77,5 @@ def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
     tier.executor.broken = errno.errorcode[errno.EIO]
     kinds = [*tier.problems()]
     assert kinds == [unusable, Kind(str(tmp_path / "good"), "io", "reads"), Kind("", "interface")]
-    assert tier.health().reasons == tuple(tier.problems().values())
     tier.executor.broken = ""
     tier.close()

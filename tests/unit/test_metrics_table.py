@@ -44,7 +44,6 @@ from kvhearth_server.tiers.figures import (
     TenantFigures,
     TierFigures,
 )
-from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.disk.probe import NAMES
 from kvhearth_server.tiers.ssd.format import Doubt
 
@@ -348,7 +347,6 @@ def test_labels_are_the_tiers_own_words() -> None:
         return {dict(labels)[label] for each, labels in found if each == f"kvhearth_{name}"}
 
     assert shown("ssd_interface_info", "interface") == set(NAMES)
-    assert shown("ssd_degraded", "reason") == WORDS
     dropped = {doubt.value for doubt in Doubt} | {"namespaces"}
     assert shown("ssd_recovery_dropped_total", "reason") == dropped
 

@@ -238,7 +238,7 @@ def test_a_mover_that_is_down_costs_lookups_nothing(rig: Rig) -> None:
     assert facts.asking is None
     assert rig.remote.problems() == {}, "it may be starting"
     rig.clock.put_forward(3.0)
-    (reason,) = rig.remote.health().reasons
+    (reason,) = rig.remote.problems().values()
     assert "no such bucket; create it" in reason
 
 

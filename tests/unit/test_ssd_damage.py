@@ -67,7 +67,7 @@ def flipped(at: int) -> Callable[[Path], None]:
 
 
 def reasons(desk: Desk) -> str:
-    return "; ".join(desk.tier.health().reasons)  # type: ignore[attr-defined]
+    return "; ".join(desk.tier.problems().values())  # type: ignore[attr-defined]
 
 
 def repairs(desk: Desk) -> list[str]:

@@ -69,7 +69,7 @@ class Rig:
 
     def reasons(self) -> str:
         """All reasons as one text."""
-        return "; ".join(self.tier.health().reasons)
+        return "; ".join(self.tier.problems().values())
 
     def until(self, true: Callable[[], bool], what: str) -> None:
         """Polls until ``true()``."""
@@ -281,7 +281,8 @@ def test_no_space_for_another_segment_and_what_there_is_is_used(tmp_path: Path) 
     desk = Desk(tier, arena)
     desk.settle()
     desk.store_all(range(300))
-    assert "no space left on its file system for another segment" in tier.health().reasons[0]
+    (reason,) = tier.problems().values()
+    assert "no space left on its file system for another segment" in reason
     assert len(desk.load(range(290, 300)).rows(Done)) == 10
     assert len(list((tmp_path / "one").glob("*.segment*"))) == 5
     tier.check()
@@ -296,7 +297,7 @@ def test_a_small_file_system_runs_full(tmp_path: Path) -> None:
         desk.settle()
         desk.store_all(range(200))
         assert len(desk.load(range(190, 200)).rows(Done)) == 10
-        assert any("no space" in reason for reason in tier.health().reasons)
+        assert any("no space" in reason for reason in tier.problems().values())
         tier.check()
         tier.close()
 
@@ -314,7 +315,8 @@ def test_a_file_system_that_was_remounted_read_only(tmp_path: Path) -> None:
         desk = Desk(tier, arena)
         desk.settle()
         assert len(desk.load(range(20)).rows(Done)) == 20
-        assert "may not be written to (Read-only file system)" in tier.health().reasons[0]
+        (reason,) = tier.problems().values()
+        assert "may not be written to (Read-only file system)" in reason
         assert desk.store([50]).parts[0][0] == Throttled("degraded", 60.0)
         tier.close()
 
@@ -328,7 +330,8 @@ def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
     desk.settle()
     desk.store_all(range(4))
     assert len(desk.load(range(4)).rows(Done)) == 4
-    assert "no direct I/O" in tier.health().reasons[0]
+    (reason,) = tier.problems().values()
+    assert "no direct I/O" in reason
     tier.close()
 
 
@@ -457,6 +460,6 @@ def test_a_disk_interface_that_breaks_is_no_hang(tmp_path: Path) -> None:
     (notice,) = desk.events
     # The four that had begun may still be in the kernel's hands: none of their slots is given back.
     assert (notice.ticket, notice.final, len(notice.rows(Failed))) == (ticket, False, 4)
-    assert "disk interface failed: threads: the ring is gone" in tier.health().reasons
+    assert "disk interface failed: threads: the ring is gone" in tier.problems().values()
     assert tier.submit_store(desk.store_batch([50], family())) == Throttled("degraded", 60.0)
     tier.close(0.5)

@@ -13,7 +13,7 @@ from support.tier_doubles import Counting, DramTier, Faulty, Throttling
 from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of
 
 from kvhearth.model import Records
-from kvhearth_server.tiers.base import ADDRESS_DTYPE, Done, Failed, LoadBatch, Throttled
+from kvhearth_server.tiers.base import ADDRESS_DTYPE, Done, Failed, Kind, LoadBatch, Throttled
 from kvhearth_server.tiers.ssd.directory import DirectoryHealth
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, KeyMap, SsdIndex
 from kvhearth_server.tiers.ssd.settings import (
@@ -169,9 +169,11 @@ def test_pauses_after_failed_writes_grow_and_end() -> None:
         now += pauses[-1]
         assert health.may_write(now)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert health.findings(now) == [("io", "d: writes: its device reports I/O errors")]
+    assert health.problems(now) == {
+        Kind("d", "io", "writes"): "d: writes: its device reports I/O errors"
+    }
     health.write_done()
-    assert health.findings(now) == []
+    assert health.problems(now) == {}
 
 
 def test_throttling_by_rate_and_by_batches() -> None:

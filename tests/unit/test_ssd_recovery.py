@@ -235,13 +235,14 @@ def test_a_file_for_which_there_is_no_descriptor_is_read_later(copy: Path) -> No
         assert desk.tier.counts["segments_lost"] == 0
         reason = "no descriptor left to read a segment file back"
         until(
-            lambda: any(reason in reported for reported in desk.tier.health().reasons), "it is told"
+            lambda: any(reason in reported for reported in desk.tier.problems().values()),
+            "it is told",
         )
         short.none_left = False
         until(lambda: not desk.tier.loads_of_the_dead or desk.pump(0.01), "it is read")
         assert len(desk.load(range(20)).rows(Done)) == 20
         until(
-            lambda: not any(reason in reported for reported in desk.tier.health().reasons),
+            lambda: not any(reason in reported for reported in desk.tier.problems().values()),
             "no more",
         )
 
@@ -251,7 +252,7 @@ def test_another_name_of_a_file_is_passed_over(copy: Path) -> None:
     os.link(sealed, copy / "00000055.segment")
     with Opened(copy) as desk:
         assert len(desk.load(range(20)).rows(Done)) == 20
-        (reason,) = desk.tier.health().reasons
+        (reason,) = desk.tier.problems().values()
         assert "00000055.segment is another name" in reason
         assert desk.tier.figures().locked_files == 0, "slots wait for it"
         assert desk.tier.counts["dropped_duplicate"] == 0

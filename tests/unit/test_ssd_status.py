@@ -14,9 +14,8 @@ from support.memory_places import mounted
 from support.tiers import LENGTH, SEGMENT_BYTES, Arena, Desk, NoDirect, family, settings
 
 from kvhearth_server.tiers.base import Done, Throttled
-from kvhearth_server.tiers.figures import DirectoryFigures
+from kvhearth_server.tiers.figures import PROBLEMS, DirectoryFigures
 from kvhearth_server.tiers.ssd import files
-from kvhearth_server.tiers.ssd.directory import WORDS
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.settings import (
     SsdDirectorySpec,
@@ -192,7 +191,7 @@ def test_a_directory_that_cannot_be_used_is_shown(tmp_path: Path) -> None:
     ((word, sentence),) = findings(unusable)
     assert word == "unusable"
     assert str(bad.path) in sentence
-    assert desk.tier.health().reasons == (sentence,)
+    assert list(desk.tier.problems().values()) == [sentence]
     ended(desk)
 
 
@@ -203,8 +202,8 @@ def test_findings_have_a_word(tmp_path: Path, files: Files, words: list[str]) ->
     desk.store_all(range(2))
     (found,) = figures(desk).directories
     assert found.problems == words
-    assert set(words) <= WORDS
-    assert found.reasons == list(desk.tier.health().reasons)
+    assert set(words) <= set(PROBLEMS)
+    assert found.reasons == list(desk.tier.problems().values())
     ended(desk)
 
 
@@ -213,12 +212,12 @@ def test_words_are_few(desk: Desk, reason: str) -> None:
     health = desk.tier.log.directories[0].health  # type: ignore[attr-defined]
     health.write_failed(reason, now=0.0)
     health.read_failed(reason)
-    found = health.findings(0.0)
+    found = health.problems(0.0)
     assert len(found) == 2
-    assert {word for word, _ in found} <= WORDS
+    assert {kind.word for kind in found} <= set(PROBLEMS)
     health.write_done()
     health.read_done()
-    assert health.findings(1e9) == []
+    assert health.problems(1e9) == {}
 
 
 @pytest.mark.parametrize(

@@ -287,16 +287,6 @@ class Evicted:
     cause: str = "space"
 
 
-@dataclass(frozen=True)
-class Health:
-    """Condition of a tier. ``degraded`` is true while anything works less well than it should;
-    ``reasons`` name the problem and its place in displayable text.
-    """
-
-    degraded: bool = False
-    reasons: tuple[str, ...] = ()
-
-
 @dataclass
 class Counts:
     """Counters of a tier, by name; they only rise."""
@@ -531,13 +521,8 @@ class Tier(Protocol):
         return 0.0
 
     def problems(self) -> Mapping[Kind, str]:
-        """Return all current problems: one sentence for people for each kind."""
+        """Return all current problems: for each kind, a sentence for people that says where."""
         return {}
-
-    def health(self) -> Health:
-        """Return the tier's current condition."""
-        reasons = tuple(self.problems().values())
-        return Health(bool(reasons), reasons)
 
     def figures(self) -> TierFigures | None:
         """Return the current figures of a tier of files; None for any other. Never waits."""

@@ -10,6 +10,12 @@ from pydantic import Field
 
 from kvhearth_server.observability.counters import Histogram
 
+PROBLEMS = (
+    *("buffered", "capped", "io", "no_descriptors", "no_space", "not_writable", "passed_over"),
+    *("read_only", "short", "slow", "stuck", "unusable"),
+)
+"""Every problem that a directory can have, as one word each."""
+
 
 @dataclass(frozen=True)
 class DirectoryFigures:

@@ -387,7 +387,7 @@ class AttachServer:
     def _health(self) -> dict[str, Any]:
         """Return the answer to a health request, which any peer that can connect may send."""
         tiering = self._engine.tiering
-        degraded = list(tiering.tier.health().reasons) if tiering else []
+        degraded = list(tiering.tier.problems().values()) if tiering else []
         shut = [f"{door}: {reason}" for door, reason in self._engine.doors_shut.items()]
         return {
             "kind": "health",

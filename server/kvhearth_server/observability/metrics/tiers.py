@@ -14,7 +14,7 @@ from kvhearth_server.observability.metrics.metric import (
     words,
 )
 from kvhearth_server.tiers.base import Refusal
-from kvhearth_server.tiers.figures import DirectoryFigures
+from kvhearth_server.tiers.figures import PROBLEMS, DirectoryFigures
 
 TIER = Source("kvhearth_ssd_", lambda now: [] if now.ssd is None else [((), now.ssd)])
 DIRECTORIES = Source(
@@ -28,11 +28,6 @@ TENANTS = Source(
     ("tenant",),
 )
 INTERFACES = ("libaio", "threads")
-PROBLEMS = (
-    *("buffered", "capped", "io", "no_descriptors", "no_space", "not_writable", "passed_over"),
-    *("read_only", "short", "slow", "stuck", "unusable"),
-)
-"""Problems that a directory can have."""
 _SSD_DROPPED = (
     *("torn", "damaged", "version", "foreign", "misplaced", "truncated", "incomplete"),
     *("duplicate", "outsized", "namespaces"),

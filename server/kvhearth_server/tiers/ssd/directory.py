@@ -20,6 +20,7 @@ from kvhearth.failpoints import hit
 from kvhearth.model import Records
 from kvhearth_server.ownership import sync_directory, unwritable
 from kvhearth_server.tiers.base import Counts, DirectoryError, Kind, ask_each
+from kvhearth_server.tiers.figures import PROBLEMS
 from kvhearth_server.tiers.ssd.disk.queues import signal_event
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
@@ -50,14 +51,6 @@ _SLOW_KEEP_S = 30.0
 
 UNUSABLE = "unusable"
 """Word for a directory that could not be opened at all."""
-
-WORDS = frozenset(
-    {
-        *("buffered", "not_writable", "io", "no_space", "read_only", "short", "slow", "stuck"),
-        *("capped", "passed_over", "no_descriptors", UNUSABLE),
-    }
-)
-"""Every problem that a directory can have, as one word each."""
 
 INTERFACE = "interface"
 """Word for a kernel queue or a thread that no longer drives any disk."""
@@ -131,12 +124,12 @@ class DirectoryHealth:
         """Return the seconds until ``may_write`` may be true again, as far as is known."""
         return max(0.0, self._paused_until - now)
 
-    def by_kind(self, now: float) -> dict[Kind, str]:
+    def problems(self, now: float) -> dict[Kind, str]:
         """Return all current problems: one sentence for people for each kind."""
         found = {(word, ""): message for word, message in self._notes.items()}
         for reason, doing in ((self._write_reason, "writes"), (self._read_reason, "reads")):
             if reason:
-                word = reason if reason in WORDS else "io"
+                word = reason if reason in PROBLEMS else "io"
                 found[word, doing] = f"{doing}: {_WORDS.get(reason, reason)}"
         if self.stuck:
             found["stuck", "requests"] = f"its device holds on to {self.stuck} requests"
@@ -149,10 +142,6 @@ class DirectoryHealth:
         return {
             Kind(self.name, *kind): f"{self.name}: {message}" for kind, message in found.items()
         }
-
-    def findings(self, now: float) -> list[tuple[str, str]]:
-        """Return all current problems as pairs of a word of ``WORDS`` and a sentence."""
-        return [(kind.word, message) for kind, message in self.by_kind(now).items()]
 
 
 _SEGMENT_NAME = re.compile(r"(\d{8}|[1-9]\d{8,})\.segment")

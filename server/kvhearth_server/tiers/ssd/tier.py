@@ -457,12 +457,10 @@ class SsdTier(Tier):
 
     @property
     def recovering(self) -> bool:
-        """Whether the log is still being read back, so that absent blocks may yet appear."""
         return self.restorer.recovering
 
     @property
     def blocks(self) -> int:
-        """Number of loadable blocks."""
         return len(self.index)
 
     @property
@@ -474,10 +472,6 @@ class SsdTier(Tier):
         return "" if executor.alive else "the thread that drives the disk has ended"
 
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
-        """Estimate the seconds that loading these numbers of blocks would take from now, behind
-        ``waiting`` records that have not reached the tier yet; the loads themselves may be among
-        these.
-        """
         records = sum(blocks * family.shards for family, blocks in loads)
         size = sum(blocks * family.shards * family.length for family, blocks in loads)
         ahead = self.transfers.reads + max(0, waiting - records)
@@ -537,23 +531,22 @@ class SsdTier(Tier):
         states = {str(state.value): 0 for state in SegmentState}
         for segment in directory.segments:
             states[segment.state.value] += 1
-        found = directory.health.findings(now)
+        found = directory.health.problems(now)
         return DirectoryFigures(
             path=str(directory.path),
             capacity_bytes=directory.capacity_bytes,
             file_bytes=len(directory.segments) * directory.segment_bytes,
             segments=states,
-            problems=[word for word, _ in found],
-            reasons=[reason for _, reason in found],
+            problems=[kind.word for kind in found],
+            reasons=list(found.values()),
         )
 
     def problems(self) -> dict[Kind, str]:
-        """Return all current problems: one sentence for people for each kind."""
         now = self._clock()
         failed = self.failed_places
         found = {Kind(str(place.path), UNUSABLE): reason for place, reason in failed.items()}
         for directory in self.log.directories:
-            found |= directory.health.by_kind(now)
+            found |= directory.health.problems(now)
         if broken := self.broken:
             found[Kind("", INTERFACE)] = broken
         return found
