@@ -204,8 +204,9 @@ class Engine:
     def use(self, limits: Limits, ssd_bytes_per_day: int | None = None) -> None:
         """Use other bounds from now on, and another write budget unless it is None."""
         self.core.state.limits = limits
-        if self.tiering is not None and ssd_bytes_per_day is not None:
-            self.tiering.tier.use_budget(ssd_bytes_per_day)
+        if ssd_bytes_per_day is not None:
+            for tier in self.tiers:
+                tier.use_budget(ssd_bytes_per_day)
 
     # -- calls -------------------------------------------------------------------------------------
 

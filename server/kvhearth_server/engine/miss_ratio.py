@@ -121,9 +121,9 @@ class MissRatios:
 
     def _capacities(self, tenant: str) -> tuple[int, int]:
         """Return a tenant's bytes of memory and of the SSD tier."""
-        state, tiering = self._engine.core.state, self._engine.tiering
+        state = self._engine.core.state
         memory = state.books[state.segment_of[tenant]].capacity
-        return memory, 0 if tiering is None else tiering.tier.quota_bytes(tenant)
+        return memory, sum(tier.quota_bytes(tenant) for tier in self._engine.tiers)
 
     def _limit(self, tenant: str) -> int:
         return int(FACTORS[-1] * max(self._capacities(tenant)))

@@ -176,7 +176,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         recent=engine.watch.events(),
         rates=engine.watch.rates(),
         curves=engine.miss_ratios.curves(),
-        remote=None if tiering is None else tiering.tier.remote_figures(),
+        remote=next(filter(None, (tier.remote_figures() for tier in engine.tiers)), None),
         publishing_blocks=engine.core.publishing.waiting,
     )
 

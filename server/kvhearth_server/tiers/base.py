@@ -483,10 +483,6 @@ class Tier(Protocol):
     # -- status ------------------------------------------------------------------------------------
 
     @property
-    def blocks(self) -> int:
-        """Number of loadable blocks."""
-
-    @property
     def recovering(self) -> bool:
         """Whether blocks are still being read back, so that absent ones may yet appear."""
         return False
@@ -502,11 +498,6 @@ class Tier(Protocol):
     def progress(self) -> tuple[int, ...]:
         """Counters that change with each step towards room for stores. Loads do not count."""
         return ()
-
-    @property
-    def broken(self) -> str:
-        """Reason why nothing can be loaded any more; empty for none."""
-        return ""
 
     @property
     def directories(self) -> Sequence[Path]:

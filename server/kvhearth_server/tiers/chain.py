@@ -12,7 +12,6 @@ import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -24,20 +23,16 @@ from kvhearth_server.tiers.base import (
     Done,
     Evicted,
     Facts,
-    Identify,
     Kind,
-    Known,
     LoadBatch,
     Missing,
     Offer,
     Outcome,
-    OwnerOf,
     StoreBatch,
     Throttled,
     Tier,
     gather,
 )
-from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
 
 @dataclass(eq=False)
@@ -69,13 +64,16 @@ class TierChain(Tier):
     Args:
         tiers: at most one that is not shared, then one that is; ``close`` closes them.
         clock: monotonic seconds.
+
+    Attributes:
+        remote: the one that is shared.
     """
 
     name = "chain"
 
     def __init__(self, tiers: Sequence[Tier], clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers = list(tiers)
-        *self._local, self._remote = tiers
+        *self._local, self.remote = tiers
         self._clock = clock
         self.counts = self._tiers[0].counts
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -112,20 +110,6 @@ class TierChain(Tier):
     @property
     def shared(self) -> bool:
         return not self._local
-
-    @property
-    def life_s(self) -> float:
-        """Life of a block at the remote in seconds; 0 if it has no end."""
-        return self._remote.life_s
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._remote.buffer_bytes
-
-    @property
-    def serving(self) -> bool:
-        """Whether the remote answers requests now."""
-        return self._remote.serving
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -291,10 +275,6 @@ class TierChain(Tier):
             return Facts.none(family, len(keys))
         return self._local[0].look_up(family, keys)
 
-    def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
-        """Return what the remote knows of a chain's blocks."""
-        return self._remote.ask(family, keys, window)
-
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Stop serving these keys; return how many copies there were."""
         return sum(tier.forget(namespace, group, keys) for tier in self._tiers)
@@ -310,28 +290,7 @@ class TierChain(Tier):
             evicted += tier.take_evicted()
         return evicted
 
-    # -- tenants -----------------------------------------------------------------------------------
-
-    def use_owners(self, owner_of: OwnerOf) -> None:
-        for tier in self._tiers:
-            tier.use_owners(owner_of)
-
-    def use_budget(self, bytes_per_day: int) -> None:
-        for tier in self._tiers:
-            tier.use_budget(bytes_per_day)
-
-    def use_identities(self, identify: Identify) -> None:
-        for tier in self._tiers:
-            tier.use_identities(identify)
-
-    def quota_bytes(self, tenant: str) -> int:
-        return sum(tier.quota_bytes(tenant) for tier in self._tiers)
-
     # -- status ------------------------------------------------------------------------------------
-
-    @property
-    def blocks(self) -> int:
-        return sum(tier.blocks for tier in self._tiers)
 
     @property
     def recovering(self) -> bool:
@@ -345,31 +304,12 @@ class TierChain(Tier):
     def progress(self) -> tuple[int, ...]:
         return tuple(step for tier in self._tiers for step in tier.progress)
 
-    @property
-    def broken(self) -> str:
-        reasons = [tier.broken for tier in self._tiers]
-        return "; ".join(reasons) if all(reasons) else ""
-
-    @property
-    def directories(self) -> list[Path]:
-        return [path for tier in self._tiers for path in tier.directories]
-
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
-        """Estimate for the first tier; for the remote, see ``remote_estimate_s``."""
+        """Estimate for the first tier."""
         return self._tiers[0].estimate_s(loads, waiting)
-
-    def remote_estimate_s(self, loads: Sequence[tuple[BlockSpec, int]]) -> float:
-        """Estimate the seconds that loading from the remote would take."""
-        return self._remote.estimate_s(loads)
 
     def problems(self) -> Mapping[Kind, str]:
         return {kind: message for tier in self._tiers for kind, message in tier.problems().items()}
-
-    def figures(self) -> TierFigures | None:
-        return next(filter(None, (tier.figures() for tier in self._tiers)), None)
-
-    def remote_figures(self) -> RemoteFigures | None:
-        return self._remote.remote_figures()
 
     # -- the end -----------------------------------------------------------------------------------
 

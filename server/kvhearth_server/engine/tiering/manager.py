@@ -134,21 +134,17 @@ class Tiering:
         self._call = call
         self._now = now
         self.names = BlockNaming(core, lineage)
-        self._several = len(tiers) > 1
-        self.tier: Tier = tiers[0]
+        self._first, self._several = tiers[0], len(tiers) > 1
+        self._chain = TierChain(tiers) if tiers[-1].shared else None
+        self.tier: Tier = self._chain or tiers[0]
         """All tiers as one."""
-        self._shared: TierChain | None = None
-        """The same if some of them are shared."""
-        if self._several or tiers[0].shared:
-            chain = TierChain(tiers)
-            chain.use_identities(self.names.identify)
-            self.tier = chain
-            if tiers[-1].shared:
-                self._shared = chain
-                self.use_policy(policy)
+        self.use_policy(policy)
+        for tier in tiers:
+            tier.use_owners(self.names.owner)
+            tier.use_identities(self.names.identify)
         self.promoter = Promoter(core, self.tier, self.names, call, now)
         self.writeback = WritebackLoop(core, self.tier, self.names, call, now)
-        self.publisher = Publisher(core, self._shared, self.names, call, now)
+        self.publisher = Publisher(core, self._chain, self.names, call, now)
         self._completions = deque[Completion]()
         self._drops = deque[Evicted]()
         self._turning = False
@@ -158,12 +154,11 @@ class Tiering:
         """Set when ``turn`` has something to do."""
         core.state.writeback_queue.on = not tiers[0].shared
         core.state.lower_tier = self
-        self.tier.use_owners(self.names.owner)
 
     def use_policy(self, policy: PublishPolicy) -> None:
         """Publish by this policy from now on, if there is a shared tier."""
-        if self._shared is not None:
-            self._core.publishing.use(policy, self._shared.life_s)
+        if self._chain is not None:
+            self._core.publishing.use(policy, self._chain.remote.life_s)
 
     # -- what lookups ask --------------------------------------------------------------------------
 
@@ -175,22 +170,22 @@ class Tiering:
         self, namespace: Namespace, kv_group: int, keys: Sequence[bytes], here: Bools
     ) -> Below | None:
         """Return where keys could be loaded from; see ``core.lower_tier.LowerTier``."""
-        shared = self._shared
-        if shared is not None and (namespace.label is None or not shared.serving):
-            if shared.shared:
+        chain = self._chain
+        if chain is not None and (namespace.label is None or not chain.remote.serving):
+            if chain.shared:
                 return None
-            shared = None
+            chain = None
         family = self.names.family(namespace, kv_group)
         window = hit_blocks(namespace.contract.groups[kv_group])
-        if shared is not None and shared.shared and not np.count_nonzero(here):
-            present, asking = shared.ask(family, keys, window)
+        if chain is not None and chain.shared and not np.count_nonzero(here):
+            present, asking = chain.remote.ask(family, keys, window)
             if asking is None and not np.count_nonzero(present):
                 return None
             return Below(present, present, asking)
-        if shared is None:
+        if chain is None:
             return Below(self.tier.look_up(family, keys).present & ~here)
         absent = ~here
-        if not shared.shared:
+        if not chain.shared:
             absent &= ~self.tier.look_up(family, keys).present
         first, count = int(absent.argmax()), len(keys)
         if not absent[first]:
@@ -198,11 +193,11 @@ class Tiering:
         # Nearly always: tiers hold chains from their begin.
         whole = np.count_nonzero(absent) == count - first
         rows: I64 | slice = slice(first, None) if whole else np.flatnonzero(absent)
-        present, asking = shared.ask(family, _some(keys, rows), window)
+        present, asking = chain.remote.ask(family, _some(keys, rows), window)
         remote = _spread(present, rows, count) if np.count_nonzero(present) else None
         if asking is not None:
             asking = _spread(asking, rows, count)
-        if shared.shared:
+        if chain.shared:
             if remote is None and asking is None:
                 return None
             return Below(np.zeros(count, np.bool_) if remote is None else remote, remote, asking)
@@ -224,10 +219,10 @@ class Tiering:
         """
         loads = [(self.names.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
         seconds = self.tier.estimate_s(loads, self.promoter.records) if loads else 0.0
-        if self._shared is not None and remote:
-            seconds = max(seconds, self._shared.remote_estimate_s(loads))
-        if self._shared is not None and asking:
-            seconds = max(seconds, ASKING_ROUNDS * self._shared.remote_estimate_s([]))
+        if self._chain is not None and remote:
+            seconds = max(seconds, self._chain.remote.estimate_s(loads))
+        if self._chain is not None and asking:
+            seconds = max(seconds, ASKING_ROUNDS * self._chain.remote.estimate_s([]))
         return max(1, round(seconds * 1e6)) if loads or asking else 0
 
     # -- dropping ----------------------------------------------------------------------------------
@@ -331,7 +326,7 @@ class Tiering:
 
     def figures(self) -> TierFigures | None:
         """Return the SSD tier's figures, with what is on its way; None without one."""
-        found = self.tier.figures()
+        found = self._first.figures()
         return found and replace(
             found,
             demoting_blocks=self.writeback.blocks,

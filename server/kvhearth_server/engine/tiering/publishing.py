@@ -155,9 +155,11 @@ class Publisher:
         chain = self._chain
         assert chain is not None
         padded = -(-family.length // _PAGE_BYTES) * _PAGE_BYTES
-        count = min(len(keys), BATCH_BLOCKS_MAX, chain.buffer_bytes // (padded * family.shards))
+        count = min(
+            len(keys), BATCH_BLOCKS_MAX, chain.remote.buffer_bytes // (padded * family.shards)
+        )
         facts = chain.look_up(family, keys[:count])
-        if self._leaving or not count or not chain.serving or not facts.present.all():
+        if self._leaving or not count or not chain.remote.serving or not facts.present.all():
             return 0
         places = np.zeros((count, family.shards), ADDRESS_DTYPE)
         places["region"] = len(self._core.state.table.geometry.segments)

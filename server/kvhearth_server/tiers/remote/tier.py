@@ -477,11 +477,6 @@ class RemoteTier(Tier):
     def loads_of_the_dead(self) -> bool:
         return not self.mover.state.alone
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks known here: 0, because nobody counts a shared tier's."""
-        return 0
-
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
         size = sum(spec.length * spec.shards * blocks for spec, blocks in loads)
         return self._round_trip_s + size / self._bytes_per_s

@@ -461,6 +461,7 @@ class SsdTier(Tier):
 
     @property
     def blocks(self) -> int:
+        """Number of loadable blocks."""
         return len(self.index)
 
     @property
