@@ -175,7 +175,8 @@ def test_families_do_not_mix(desk: Desk) -> None:
         family(shards=2),
     ):
         assert len(desk.load(range(2), other).rows(Missing)) == 2, other
-        assert not desk.tier.look_up(other, keys_of(range(2))).present.any()
+        there = desk.tier.look_up(other, keys_of(range(2))).present
+        assert desk.tier.shared or not there.any()
 
 
 def test_a_younger_epoch_takes_the_key(desk: Desk) -> None:
@@ -190,16 +191,15 @@ def test_facts(desk: Desk) -> None:
     batch = desk.store_batch(range(3), of)
     desk.store_all(range(3), of)
     facts = desk.tier.look_up(of, [key_of(2), key_of(9), key_of(0)])
-    assert facts.present.tolist() == [True, False, True]
-    if desk.tier.shared:  # its facts come with the bytes
-        assert facts.asking is not None
-        assert facts.asking.tolist() == [False, True, False]
+    if desk.tier.shared:  # it may have any; its facts come with the bytes
+        assert facts.present.all()
         done = desk.load([2, 0, 9], of)
         assert done.facts is not None
         assert done.facts.present.tolist() == [True, True, False]
         assert (done.facts.checksums[0] == batch.checksums[2]).all()
         assert done.parent_keys == [b"", b"", b""]
         return
+    assert facts.present.tolist() == [True, False, True]
     assert (facts.checksums[0] == batch.checksums[2]).all()
     assert facts.sequences.tolist() == [3, 0, 1]
     assert facts.parents.tolist() == [2, 0, 0]

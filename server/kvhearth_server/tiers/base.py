@@ -211,18 +211,16 @@ class Facts:
     """Lookup result for n blocks of one family; rows of absent blocks are zero.
 
     Attributes:
-        present: blocks found with the right epoch, length and shard count, shape (n,).
+        present: blocks found with the right epoch, length and shard count, shape (n,); of a shared
+            tier, those that it may have.
         checksums: ``V16`` (n, shards).
         sequences, parents: u64 (n,), as they were stored.
-        asking: blocks of which a shared tier does not know yet whether it has them, (n,); None for
-            none.
     """
 
     present: Bools
     checksums: Records
     sequences: U64
     parents: U64
-    asking: Bools | None = None
 
     @classmethod
     def none(cls, family: BlockSpec, count: int) -> Facts:

@@ -154,8 +154,7 @@ class TierChain(Tier):
     def _read_from(self, number: int, load: _Load, rows: I64) -> I64:
         """Read rows from a tier; return those that it does not have or does not accept."""
         tier, batch = self._tiers[number], load.batch
-        found = tier.look_up(batch.family, [batch.keys[row] for row in rows.tolist()])
-        there = found.present if found.asking is None else found.present | found.asking
+        there = tier.look_up(batch.family, [batch.keys[row] for row in rows.tolist()]).present
         mine = rows[there]
         if not len(mine):
             return rows

@@ -414,13 +414,13 @@ class RemoteTier(Tier):
     # -- lookup, removal ---------------------------------------------------------------------------
 
     def look_up(self, family: BlockSpec, keys: Sequence[bytes]) -> Facts:
-        """Return what the existence cache knows; ``asking`` marks what it does not know."""
+        """Return as present what the existence cache does not know to be absent."""
         facts = Facts.none(family, len(keys))
         space = self._space_of(family) if len(keys) and self.serving else ""
         if not space:
             return facts
         states = self._cache.look(_names(space, family, keys), self._clock())
-        return replace(facts, present=states == YES, asking=states == UNKNOWN)
+        return replace(facts, present=states != NO)
 
     def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Answer a lookup from the existence cache; ask the remote about the first run of unknown
