@@ -22,7 +22,7 @@ from kvhearth_server.tiers.base import DirectoryError, Tier, ask_each
 from kvhearth_server.tiers.figures import TierFigures
 from kvhearth_server.tiers.remote.limits import Limits
 from kvhearth_server.tiers.remote.names import FLEET_KEY_BYTES_MIN
-from kvhearth_server.tiers.remote.process import ProcessMover
+from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.tier import RemoteTier
 from kvhearth_server.tiers.remote.url import parse_remote
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose
@@ -109,7 +109,7 @@ def open_remote(settings: Settings, arena: Arena, buffer: Segment | None = None)
     key = fleet_key(settings)
     segments = [*arena.segments, *([buffer] if buffer is not None else [])]
     url = parse_remote(settings.remote)
-    mover = ProcessMover(
+    mover = Mover(
         url,
         key,
         segments,

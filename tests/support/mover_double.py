@@ -66,7 +66,7 @@ class ScriptedMover:
         folder: keeps the values in files, which other movers find; by default in memory.
 
     Attributes:
-        due_at: see ``Mover``.
+        due_at: see ``process.Mover``.
         held: no request ends.
         refusal: what requests get instead of a ticket.
         failure: how requests end instead, after ``poll``.

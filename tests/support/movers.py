@@ -17,7 +17,7 @@ from kvhearth_server.memory.segments import create_segment
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Throttled
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Put
 from kvhearth_server.tiers.remote.names import space_name
-from kvhearth_server.tiers.remote.process import ProcessMover
+from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.url import parse_remote
 from support.tiers import content_of, family, keys_of
 
@@ -36,7 +36,7 @@ class MoverDesk:
 
     def __init__(self, url: str, *, fleet_key: bytes = FLEET_KEY, **changes: Any) -> None:
         self.segment = create_segment(ARENA_BYTES, HugepagePolicy.OFF)
-        self.mover = ProcessMover(
+        self.mover = Mover(
             parse_remote(url),
             fleet_key,
             [self.segment],

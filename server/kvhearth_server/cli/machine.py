@@ -19,7 +19,7 @@ from kvhearth.memory_limits import Mount, mounts
 from kvhearth.shared_memory import MADV_POPULATE_WRITE, advise
 from kvhearth_server.config.model import HUGEPAGE_BYTES
 from kvhearth_server.memory.mapping import HugePool, KernelMemory, address_of
-from kvhearth_server.tiers.remote.process import ProcessMover
+from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.url import RemoteUrl
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, probe
 from kvhearth_server.transport.attach import peer_of
@@ -244,7 +244,7 @@ class Machine:
 
     def remote_problem(self, url: RemoteUrl, fleet_key: bytes) -> str:
         """Probe a remote by a helper process; return its problem, empty for none."""
-        mover = ProcessMover(url, fleet_key, [], 2 << 20, log_level="error")
+        mover = Mover(url, fleet_key, [], 2 << 20, log_level="error")
         try:
             end = time.monotonic() + _REMOTE_S
             while not mover.state.up and mover.state.problem == mover.starting:

@@ -38,7 +38,7 @@ from kvhearth_server.memory.segments import create_segment
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Done
 from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Put
 from kvhearth_server.tiers.remote.names import space_name
-from kvhearth_server.tiers.remote.process import ProcessMover
+from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.url import parse_remote
 
 _CALL_S = 30.0
@@ -73,7 +73,7 @@ class Moved:
         self._places["offset"][:, 0] = size * np.arange(2 * BATCH)
         rows = self.source.reshape(BATCH, size)
         self._sums = np.array([[checksum_of(row.data)] for row in rows], "V16")
-        self._mover = ProcessMover(
+        self._mover = Mover(
             parse_remote(url), _KEY, [self.segment], 8 * BATCH * size, log_level="error"
         )
         self._keys: list[bytes] = []

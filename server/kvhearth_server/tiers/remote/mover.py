@@ -1,8 +1,5 @@
 """Requests to a mover, the helper process that moves blocks between the arena and one remote: their
-shapes, its interface, and the frames between the daemon and the helper.
-
-The daemon's loop drives it like a tier: ``submit`` never waits, ``event_fd`` becomes readable when
-``poll`` has something to report. The remote's client library is loaded in the helper only.
+shapes, and the frames between the daemon and the helper.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +22,6 @@ from kvhearth_server.tiers.base import (
     Failure,
     Missing,
     Outcome,
-    Throttled,
 )
 from kvhearth_server.tiers.remote.record import record_bytes
 
@@ -117,41 +113,6 @@ class MoverState:
     staging_free_bytes: int
     counts: Mapping[str, int]
     alone: bool = True
-
-
-class Mover(Protocol):
-    """One remote's helper process, as the daemon's loop sees it. All calls come from one thread."""
-
-    event_fd: int
-
-    @property
-    def due_at(self) -> float:
-        """Monotonic time at which ``poll`` must be called, if nothing happens before."""
-
-    def submit(self, request: Exists, deadline_s: float) -> int | Throttled:
-        """Begin a request. Return its ticket, or ``Throttled`` where the queue or the staging
-        memory is full or no helper runs.
-
-        Args:
-            deadline_s: time after which the request is answered as ``Failed("timeout")``, whatever
-                the library does.
-        """
-
-    def cancel(self, ticket: int) -> None:
-        """Give up a request: what has not begun ends as ``Failed("cancelled")``."""
-
-    def poll(self) -> list[Answer]:
-        """Return the answers since the last call; restart a helper that ended."""
-
-    @property
-    def state(self) -> MoverState:
-        """The present condition."""
-
-    def drain(self, deadline_s: float) -> bool:
-        """Take no requests any more and wait for those in flight; false if that takes too long."""
-
-    def close(self) -> None:
-        """End the helper and release all resources."""
 
 
 # -- frames: a JSON head and a body of arrays ------------------------------------------------------

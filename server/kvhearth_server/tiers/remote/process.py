@@ -133,8 +133,11 @@ class _Child:
         return self.value_bytes_max > 0 and not (self.killed or self.ended)
 
 
-class ProcessMover:
-    """A ``mover.Mover`` whose helper runs as a child of this process.
+class Mover:
+    """One remote's helper process, as the daemon's loop sees it.
+
+    The loop drives it like a tier: ``submit`` never waits, ``event_fd`` becomes readable when
+    ``poll`` has something to report. The remote's client library is loaded in the helper only.
 
     Args:
         url: the remote.
@@ -182,6 +185,13 @@ class ProcessMover:
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, request: Exists, deadline_s: float) -> int | Throttled:
+        """Begin a request. Return its ticket, or ``Throttled`` where the queue or the staging
+        memory is full or no helper runs.
+
+        Args:
+            deadline_s: time after which the request is answered as ``Failed("timeout")``, whatever
+                the library does.
+        """
         child = self._child
         if self._draining or self._closed:
             return Throttled(Refusal.DRAINING)
@@ -208,10 +218,12 @@ class ProcessMover:
             _log.error("remote.block_too_large", remote=self.url.place, bytes=size, bytes_max=most)
 
     def cancel(self, ticket: int) -> None:
+        """Give up a request: what has not begun ends as ``Failed("cancelled")``."""
         if self._child is not None and ticket in self._pending:
             self._send(self._child, encode({"kind": "cancel", "ticket": ticket}))
 
     def poll(self) -> list[Answer]:
+        """Return the answers since the last call; restart a helper that ended."""
         events = {fd for fd, _ in self._epoll.poll(0)}
         child = self._child
         if child is not None:
@@ -226,6 +238,7 @@ class ProcessMover:
 
     @property
     def state(self) -> MoverState:
+        """The present condition."""
         child = self._child
         up = child is not None and child.serves
         return MoverState(
@@ -421,6 +434,7 @@ class ProcessMover:
 
     @property
     def due_at(self) -> float:
+        """Monotonic time at which ``poll`` must be called, if nothing happens before."""
         child = self._child
         if child is None:
             return math.inf if self._closed else self._start_at
@@ -435,6 +449,7 @@ class ProcessMover:
     # -- end ---------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float) -> bool:
+        """Take no requests any more and wait for those in flight; false if that takes too long."""
         self._draining = True
         end = time.monotonic() + deadline_s
         while self._pending:
@@ -446,6 +461,7 @@ class ProcessMover:
         return True
 
     def close(self) -> None:
+        """End the helper and release all resources."""
         if self._closed:
             return
         self._closed = True

@@ -56,8 +56,9 @@ from kvhearth_server.tiers.remote.existence import (
     unknown_of_window,
 )
 from kvhearth_server.tiers.remote.limits import Bounds, Breaker, Limits
-from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Mover, Put
+from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Put
 from kvhearth_server.tiers.remote.names import space_name
+from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.record import Suspect
 
 READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0

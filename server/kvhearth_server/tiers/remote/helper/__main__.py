@@ -64,7 +64,7 @@ async def serve(message: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run a child of ``process.ProcessMover``; return the exit status."""
+    """Run a child of ``process.Mover``; return the exit status."""
     message = begin()
     if message is None:
         return 0  # the parent died
