@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from kvhearth_server.tiers.base import Refusal, Throttled
+from kvhearth_server.tiers.base import Bucket, Refusal, Throttled
 from kvhearth_server.tiers.remote.existence import NO, UNKNOWN, YES, ExistenceCache
 from kvhearth_server.tiers.remote.limits import (
     PAUSE_MAX_S,
@@ -16,7 +16,6 @@ from kvhearth_server.tiers.remote.limits import (
     WINDOW,
     Bounds,
     Breaker,
-    Bucket,
     Limits,
 )
 
@@ -123,10 +122,10 @@ def test_a_bucket_allows_its_rate_and_a_large_request_leaves_a_debt() -> None:
         if bucket.wait_s(now):
             now += 0.01
         else:
-            bucket.take(30)
+            bucket.spend(30, now)
             taken += 30
     assert 1000 <= taken <= 1160
-    bucket.take(500)
+    bucket.spend(500, now)
     assert 4.0 < bucket.wait_s(now) < 7.0
     assert Bucket(0.0, 0.0, 0.0).wait_s(0.0) == 0.0
 
@@ -134,8 +133,8 @@ def test_a_bucket_allows_its_rate_and_a_large_request_leaves_a_debt() -> None:
 def test_each_bound_holds_a_store_back() -> None:
     bounds = Bounds(Limits(bytes_per_day=86400, requests_per_s=100), 0.0)
     assert bounds.held_back(0.0) is None
-    bounds.take(3600, 50)
+    bounds.take(3600, 50, 0.0)
     assert bounds.held_back(0.0) == Throttled(Refusal.QUOTA, 0.001)
     assert bounds.held_back(10.0) is None
-    bounds.take(1, 300)
+    bounds.take(1, 300, 10.0)
     assert bounds.held_back(10.0) == Throttled(Refusal.RATE, 2.001)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.tiers import DEADLINE_S, Arena, Desk, family, keys_of, settings
 
-from kvhearth_server.tiers.base import BlockSpec, Done
+from kvhearth_server.tiers.base import BlockSpec, Counts, Done
 from kvhearth_server.tiers.ssd.tier import SsdTier
 from kvhearth_server.tiers.ssd.write_limits import DAY_S, WriteBudget
 
@@ -138,7 +138,7 @@ def test_blocks_of_nobody_are_not_written(desk: Desk) -> None:
 
 def test_a_new_rate_holds_at_once() -> None:
     rate = 24_000  # the bucket holds 1,000
-    budget = WriteBudget(rate, 0.0)
+    budget = WriteBudget(rate, Counts(), 0.0)
     budget.use(240, DAY_S)
     assert budget.take(1, 1000, DAY_S) == 10
     budget.use(0, DAY_S)

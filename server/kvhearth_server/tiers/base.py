@@ -553,6 +553,38 @@ def gather(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, I64]]:
     return [(outcome, np.array(found, np.int64)) for outcome, found in rows.items()]
 
 
+class Bucket:
+    """Bounds a rate: allows ``rate`` units a second and ``size`` at once; a rate of 0, everything.
+
+    It begins full. More than it holds can be spent: that leaves a debt that others wait for.
+    """
+
+    def __init__(self, rate: float, size: float, now: float) -> None:
+        self._rate, self._size = rate, size
+        self._level, self._at = size, now
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether everything is allowed."""
+        return self._rate == 0
+
+    def left(self, now: float) -> float:
+        """Return the units available now; negative for debt."""
+        passed, self._at = max(0.0, now - self._at), max(self._at, now)
+        self._level = min(self._size, self._level + passed * self._rate)
+        return self._level
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until something can be spent."""
+        if self.unbounded or (left := self.left(now)) > 0:
+            return 0.0
+        return -left / self._rate + 0.001
+
+    def spend(self, amount: float, now: float) -> None:
+        """Spend units, even beyond the level."""
+        self._level = self.left(now) - amount
+
+
 NAMESPACES_NAME, NAMESPACES_FRESH_NAME = "namespaces", "namespaces.new"
 """Files that are not the tier's. Their writer keeps room for them beside each place's capacity."""
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvhearth_server.tiers.base import Refusal, Throttled
+from kvhearth_server.tiers.base import Bucket, Refusal, Throttled
 
 FAILURES_IN_A_ROW = 5
 WINDOW = 20
@@ -21,29 +21,6 @@ PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 30.0
 """Time from the opening to the first probe, and the longest time between two."""
 _JITTER = 0.2
 """Part of a pause that is left to chance, so that a fleet does not probe in step."""
-
-
-class Bucket:
-    """Allows ``rate`` units a second and ``burst`` at once; a rate of 0 allows everything.
-
-    A single request may be larger than the bucket: it leaves a debt that others wait for.
-    """
-
-    def __init__(self, rate: float, burst: float, now: float) -> None:
-        self._rate, self._burst = rate, burst
-        self._level, self._at = burst, now
-
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until something may be taken."""
-        if not self._rate:
-            return 0.0
-        passed, self._at = max(0.0, now - self._at), max(self._at, now)
-        self._level = min(self._burst, self._level + passed * self._rate)
-        return 0.0 if self._level > 0 else -self._level / self._rate + 0.001
-
-    def take(self, amount: float) -> None:
-        """Take units, into debt if there are not as many."""
-        self._level -= amount if self._rate else 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +36,10 @@ class Bounds:
     """Bounds of what is published."""
 
     def __init__(self, limits: Limits, now: float) -> None:
-        day = limits.bytes_per_day
+        hour = limits.bytes_per_day / 24
         self._per_s = Bucket(limits.bytes_per_s, limits.bytes_per_s, now)
         self._requests = Bucket(limits.requests_per_s, limits.requests_per_s, now)
-        self._per_day = Bucket(day / 86400, day / 24, now)
+        self._per_day = Bucket(hour / 3600, hour, now)
 
     def held_back(self, now: float) -> Throttled | None:
         """Return the bound that allows no store now."""
@@ -72,11 +49,11 @@ class Bounds:
             return Throttled(Refusal.QUOTA, wait_s)
         return None
 
-    def take(self, size: int, requests: int) -> None:
+    def take(self, size: int, requests: int, now: float) -> None:
         """Book a store."""
-        self._per_s.take(size)
-        self._requests.take(requests)
-        self._per_day.take(size)
+        self._per_s.spend(size, now)
+        self._requests.spend(requests, now)
+        self._per_day.spend(size, now)
 
 
 class Breaker:

@@ -220,7 +220,7 @@ class RemoteTier(Tier):
             return self._refused("stores", len(batch.keys), ticket)
         hit("remote.put_submitted")
         self.counts.add("stores_present", len(batch.keys) - len(rows))
-        self._bounds.take(size * len(rows), len(rows))
+        self._bounds.take(size * len(rows), len(rows), now)
         store.ticket = ticket
         return ticket
 

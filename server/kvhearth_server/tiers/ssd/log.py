@@ -32,7 +32,7 @@ from kvhearth_server.tiers.ssd.format import (
     write_footer,
 )
 from kvhearth_server.tiers.ssd.settings import SsdSettings
-from kvhearth_server.tiers.ssd.write_limits import Wear, WriteBudget
+from kvhearth_server.tiers.ssd.write_limits import WriteBudget
 
 
 class HeaderPages:
@@ -128,7 +128,7 @@ class Log:
         self.next_sequence = 1
         self.draining = False
         self.paused = True
-        self.wear = Wear(WriteBudget(settings.bytes_per_day, clock()), counts, clock)
+        self.budget = WriteBudget(settings.bytes_per_day, counts, clock())
         self._executor = executor
         self._counts = counts
         self._settings = settings
@@ -280,7 +280,7 @@ class Log:
     ) -> None:
         """Write a first page or a footer; ``then`` is called with the ended request."""
         segment.writes += 1
-        self.wear.wrote(len(content))
+        self.budget.wrote(len(content), self._clock())
 
         def ended(job: Job) -> None:
             segment.writes -= 1
@@ -364,26 +364,26 @@ class Log:
         number = self.new_number()
         size, flush = directory.segment_bytes, self._settings.flush
         # A file that is not prewritten is slower at first, but its blocks are written only once.
-        prewrite = self._settings.prewrite and self.wear.budget.has(size, now)
+        prewrite = self._settings.prewrite and self.budget.has(size, now)
         prewritten = size if prewrite else 0
         # Spend at once: otherwise other directories and blocks would spend the same bytes
         # meanwhile.
-        self.wear.budget.spend(prewritten, now)
+        self.budget.spend(prewritten, now)
         directory.file_worker.start(
             lambda: directory.create_segment(number, prewrite=prewrite, flush=flush),
             lambda result: self._created(directory, result, prewritten),
         )
 
     def _created(self, directory: Directory, result: Result, prewritten: int) -> None:
+        now = self._clock()
         if isinstance(result, Segment):
-            self.wear.wrote(prewritten, taken=True)
+            self.budget.wrote(prewritten, now, taken=True)
             # A file system that cannot reserve had to be written to, whatever the budget.
-            self.wear.wrote(result.zeros - prewritten)
+            self.budget.wrote(result.zeros - prewritten, now)
             directory.segments.append(result)
             self.add(result)
             return
-        self.wear.budget.give_back(prewritten)
-        now = self._clock()
+        self.budget.give_back(prewritten)
         code = (result.errno if result is not None else None) or errno.EIO
         health = directory.health
         why = _OTHERS if isinstance(result, CapacityReached) else _NO_ROOM.get(code)

@@ -176,7 +176,8 @@ class Reclaimer:
             if self._carrying is not None:
                 return False
             chunk = next(work.chunks, None)
-            if chunk is not None and self._log.wear.may_carry(log.carry_pages * PAGE_BYTES):
+            share_bytes = log.carry_pages * PAGE_BYTES
+            if chunk is not None and self._log.budget.may_carry(share_bytes, self._clock()):
                 self._reinsert(log, work, chunk)
                 return False
             work.carried = True

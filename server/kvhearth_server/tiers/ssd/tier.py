@@ -210,7 +210,6 @@ class SsdTier(Tier):
         )
         self._regions = list(regions)
         self._admission = admission
-        self._budget = self.log.wear.budget
         self._files_found = len(segments)
         self._watch = Watch(self.log, self.counts, settings.slow_s, settings.stuck_s)
         self._owner_of: OwnerOf = lambda namespace, epoch: ""
@@ -272,7 +271,7 @@ class SsdTier(Tier):
             if len(left):
                 refusal = _counted(self.counts, "stores", self._no_place(family), len(left))
                 task.resolve(left.tolist(), refusal)
-                self._budget.give_back(len(left) * _disk_bytes(family))
+                self.log.budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
         if self._completions or self.log.needs_reclaim:
             signal_event(self.event_fd)
@@ -367,13 +366,13 @@ class SsdTier(Tier):
             )
             task.resolve(rows[~good].tolist(), refusal)
             rows = rows[good]
-        if self._budget.unbounded:
+        if self.log.budget.unbounded:
             return rows
         now = self._clock()
         size = _disk_bytes(family)
-        through = self._budget.take(size, len(rows), now)
+        through = self.log.budget.take(size, len(rows), now)
         if through < len(rows):
-            out_of = Throttled(Refusal.BUDGET, self._budget.wait_s(now))
+            out_of = Throttled(Refusal.BUDGET, self.log.budget.wait_s(now))
             task.resolve(rows[through:].tolist(), out_of)
             _counted(self.counts, "stores", out_of, len(rows) - through)
         return rows[:through]
@@ -423,7 +422,7 @@ class SsdTier(Tier):
         self._owner_of = owner_of
 
     def use_budget(self, bytes_per_day: int) -> None:
-        self._budget.use(bytes_per_day, self._clock())
+        self.log.budget.use(bytes_per_day, self._clock())
 
     def quota_bytes(self, tenant: str) -> int:
         return sum(each.quota_bytes for each in self._tenants() if each.tenant == tenant)
@@ -523,7 +522,7 @@ class SsdTier(Tier):
             running_requests=len(self.executor.running),
             read_latency_s=self.rate.latency_s,
             read_bytes_per_s=self.rate.bytes_per_s,
-            budget_left_bytes=None if self._budget.unbounded else self._budget.left(now),
+            budget_left_bytes=None if self.log.budget.unbounded else int(self.log.budget.left(now)),
             counters=dict(self.counts.values),
             io_seconds={"read": self.rate.seconds[True], "write": self.rate.seconds[False]},
         )

@@ -206,7 +206,7 @@ class Transfers:
     def _write(self, run: _Run, span: tuple[int, int], record_bytes: int) -> Job:
         first, end = span
         size = (end - first) * record_bytes
-        self._log.wear.wrote(size, taken=run.task.replacing is None)
+        self._log.budget.wrote(size, self._clock(), taken=run.task.replacing is None)
         return Job(
             Op.WRITE,
             run.segment.fd,

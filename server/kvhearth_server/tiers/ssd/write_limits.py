@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvhearth.model import Bools
-from kvhearth_server.tiers.base import Counts
+from kvhearth_server.tiers.base import Bucket, Counts
 
 
 class SeenTwice:
@@ -42,36 +42,33 @@ class SeenTwice:
 DAY_S = 86400.0
 
 
-class WriteBudget:
-    """A bucket that fills at ``bytes_per_day`` and holds the bytes of an hour.
+class WriteBudget(Bucket):
+    """Counts all bytes written to drives, and bounds them: a bucket that fills at ``bytes_per_day``
+    and holds the bytes of an hour. Called on the loop only.
 
     All written bytes are spent, including writes that cannot be refused: these can put the bucket
     into debt, and writes that can be refused wait until the debt is paid. The bucket starts a tenth
     full, so that repeated restarts write hardly more. Zero bytes a day stand for no bound.
     """
 
-    def __init__(self, bytes_per_day: int, now: float) -> None:
-        self._rate = self._size = self._level = 0.0
-        self._at = now
+    def __init__(self, bytes_per_day: int, counts: Counts, now: float) -> None:
+        super().__init__(0.0, 0.0, now)
+        self._counts = counts
         self.use(bytes_per_day, now)
-
-    @property
-    def unbounded(self) -> bool:
-        """Whether every write is allowed."""
-        return self._rate == 0
 
     def use(self, bytes_per_day: int, now: float) -> None:
         """Fill at another rate from now on."""
-        self._fill(now)
+        left = self.left(now)
         if bytes_per_day / DAY_S != self._rate:
             fresh = self.unbounded
             self._rate, self._size = bytes_per_day / DAY_S, float(bytes_per_day // 24)
-            self._level = self._size / 10 if fresh else min(self._size, self._level)
+            self._level = self._size / 10 if fresh else min(self._size, left)
 
-    def spend(self, size: int, now: float) -> None:
-        """Spend ``size`` bytes, even beyond the level."""
-        self._fill(now)
-        self._level -= size
+    def wrote(self, size: int, now: float, *, taken: bool = False) -> None:
+        """Count ``size`` bytes that go to a drive; ``taken``: they are spent already."""
+        self._counts.add("written_bytes", size)
+        if not taken:
+            self.spend(size, now)
 
     def give_back(self, size: int) -> None:
         """Return ``size`` bytes that were spent but will not be written."""
@@ -85,8 +82,7 @@ class WriteBudget:
         """
         if self.unbounded:
             return count
-        self._fill(now)
-        taken = min(count, math.ceil(max(0.0, self._level) / size))
+        taken = min(count, math.ceil(max(0.0, self.left(now)) / size))
         self._level -= taken * size
         return taken
 
@@ -94,41 +90,10 @@ class WriteBudget:
         """Whether ``size`` bytes can be spent without debt."""
         return self.unbounded or self.left(now) >= size
 
-    def left(self, now: float) -> int:
-        """Return the bytes available now; negative for debt."""
-        self._fill(now)
-        return int(self._level)
-
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until something can be taken."""
-        if self.unbounded:
-            return 0.0
-        self._fill(now)
-        return 0.0 if self._level > 0 else -self._level / self._rate + 0.001
-
-    def _fill(self, now: float) -> None:
-        passed = max(0.0, now - self._at)
-        self._at = max(self._at, now)
-        self._level = min(self._size, self._level + passed * self._rate)
-
-
-class Wear:
-    """Counts all bytes written to drives and takes them off the budget. Called on the loop only."""
-
-    def __init__(self, budget: WriteBudget, counts: Counts, clock: Callable[[], float]) -> None:
-        self.budget = budget
-        self._counts, self._clock = counts, clock
-
-    def wrote(self, size: int, *, taken: bool = False) -> None:
-        """Count ``size`` bytes that go to a drive; ``taken``: they are off the budget already."""
-        self._counts.add("written_bytes", size)
-        if not taken and not self.budget.unbounded:
-            self.budget.spend(size, self._clock())
-
-    def may_carry(self, share_bytes: int) -> bool:
+    def may_carry(self, share_bytes: int, now: float) -> bool:
         """Whether blocks of a segment, ``share_bytes`` at most, may be written once more.
 
         They may leave a debt of ``share_bytes``, which new blocks pay: new blocks spend the whole
         income of the budget, and without a debt no hot block would ever be kept.
         """
-        return self.budget.unbounded or self.budget.left(self._clock()) >= -share_bytes
+        return self.unbounded or self.left(now) >= -share_bytes
