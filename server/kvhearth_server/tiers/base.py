@@ -296,6 +296,11 @@ class Counts:
         if amount:
             self.values[name] = self.values.get(name, 0) + amount
 
+    def refused(self, what: str, refusal: Throttled, blocks: int) -> Throttled:
+        """Count refused blocks by the reason; return the refusal. ``what``: stores or loads."""
+        self.add(f"{what}_refused_{refusal.reason}", blocks)
+        return refusal
+
     def __getitem__(self, name: str) -> int:
         return self.values.get(name, 0)
 

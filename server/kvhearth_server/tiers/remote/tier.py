@@ -192,7 +192,7 @@ class RemoteTier(Tier):
         if refusal is None and not space:
             refusal = Throttled(Refusal.OPEN, 1.0)
         if refusal is not None:
-            return self._refused("stores", len(batch.keys), refusal)
+            return self.counts.refused("stores", refusal, len(batch.keys))
         family, now = batch.family, self._clock()
         size = family.length * family.shards
         names = _names(space, family, batch.keys)
@@ -204,7 +204,7 @@ class RemoteTier(Tier):
             self.counts.add("stores_present", len(batch.keys))
             return self._finish(store)
         if (held := self._bounds.held_back(now)) is not None:
-            return self._refused("stores", len(batch.keys), held)
+            return self.counts.refused("stores", held, len(batch.keys))
         keys = [batch.keys[row] for row in rows.tolist()]
         parents = batch.parent_keys or [b""] * len(batch.keys)
         put = Put(
@@ -217,7 +217,7 @@ class RemoteTier(Tier):
         )
         ticket = self._submit("put", put, WRITE_S, partial(self._stored, store))
         if isinstance(ticket, Throttled):
-            return self._refused("stores", len(batch.keys), ticket)
+            return self.counts.refused("stores", ticket, len(batch.keys))
         hit("remote.put_submitted")
         self.counts.add("stores_present", len(batch.keys) - len(rows))
         self._bounds.take(size * len(rows), len(rows), now)
@@ -231,7 +231,7 @@ class RemoteTier(Tier):
         """
         refusal, space = self._check(batch), self._space_of(batch.family)
         if refusal is not None:
-            return self._refused("loads", len(batch.keys), refusal)
+            return self.counts.refused("loads", refusal, len(batch.keys))
         family, count = batch.family, len(batch.keys)
         names, now = _names(space, family, batch.keys), self._clock()
         absent = np.flatnonzero(self._cache.look(names, now) == NO)
@@ -247,7 +247,7 @@ class RemoteTier(Tier):
         get = Get(space, family, batch.keys[:end], batch.places[:end])
         ticket = self._submit("get", get, READ_S, partial(self._loaded, load))
         if isinstance(ticket, Throttled):
-            return self._refused("loads", count, ticket)
+            return self.counts.refused("loads", ticket, count)
         hit("remote.get_submitted")
         load.ticket = ticket
         return ticket
@@ -275,10 +275,6 @@ class RemoteTier(Tier):
         if self._draining:
             return Throttled(Refusal.DRAINING)
         return None if self.serving else Throttled(Refusal.OPEN, 1.0)
-
-    def _refused(self, what: str, blocks: int, why: Throttled) -> Throttled:
-        self.counts.add(f"{what}_refused_{why.reason}", blocks)
-        return why
 
     def _finish(self, batch: _Batch) -> int:
         """Complete a batch that needs no request; return its ticket."""

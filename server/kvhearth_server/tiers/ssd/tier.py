@@ -251,7 +251,7 @@ class SsdTier(Tier):
         self._check(batch)
         refusal = self._refusal()
         if refusal is not None:
-            return _counted(self.counts, "stores", refusal, len(batch.keys))
+            return self.counts.refused("stores", refusal, len(batch.keys))
         family = batch.family
         present, _ = self.index.present(family, batch.keys)
         absent = np.flatnonzero(~present)
@@ -260,7 +260,7 @@ class SsdTier(Tier):
             self.settings.queue_writes - self.transfers.writes,
         ):
             refusal = Throttled(Refusal.QUEUE, self.rate.wait_s(self.transfers.writes))
-            return _counted(self.counts, "stores", refusal, len(absent))
+            return self.counts.refused("stores", refusal, len(absent))
         task = self._task(batch)
         task.resolve(np.flatnonzero(present).tolist(), Done())
         self.counts.add("stores_present", int(present.sum()))
@@ -269,7 +269,7 @@ class SsdTier(Tier):
             tenant = self._tenant_of(family)
             left = self.transfers.store(tenant, task, batch, wanted)
             if len(left):
-                refusal = _counted(self.counts, "stores", self._no_place(family), len(left))
+                refusal = self.counts.refused("stores", self._no_place(family), len(left))
                 task.resolve(left.tolist(), refusal)
                 self.log.budget.give_back(len(left) * _disk_bytes(family))
         task.finish_if_done()
@@ -281,13 +281,13 @@ class SsdTier(Tier):
         self._check(batch)
         if self.log.draining or self.broken:
             refusal = Throttled(Refusal.DRAINING if self.log.draining else Refusal.DEGRADED)
-            return _counted(self.counts, "loads", refusal, len(batch.keys))
+            return self.counts.refused("loads", refusal, len(batch.keys))
         family = batch.family
         present, entries = self.index.present(family, batch.keys)
         rows = np.flatnonzero(present)
         if self.transfers.reads + len(rows) * family.shards > self.settings.queue_reads:
             refusal = Throttled(Refusal.QUEUE, self.rate.wait_s(self.transfers.reads))
-            return _counted(self.counts, "loads", refusal, len(rows))
+            return self.counts.refused("loads", refusal, len(rows))
         task = self._task(batch)
         task.resolve(np.flatnonzero(~present).tolist(), Missing())
         if len(rows):
@@ -361,8 +361,8 @@ class SsdTier(Tier):
         if self._admission is not None:
             keys = [batch.keys[row] for row in rows.tolist()]
             good = self._admission.admit(family.namespace, family.group, keys)
-            refusal = _counted(
-                self.counts, "stores", Throttled(Refusal.ADMISSION), int((~good).sum())
+            refusal = self.counts.refused(
+                "stores", Throttled(Refusal.ADMISSION), int((~good).sum())
             )
             task.resolve(rows[~good].tolist(), refusal)
             rows = rows[good]
@@ -374,7 +374,7 @@ class SsdTier(Tier):
         if through < len(rows):
             out_of = Throttled(Refusal.BUDGET, self.log.budget.wait_s(now))
             task.resolve(rows[through:].tolist(), out_of)
-            _counted(self.counts, "stores", out_of, len(rows) - through)
+            self.counts.refused("stores", out_of, len(rows) - through)
         return rows[:through]
 
     def _no_place(self, family: BlockSpec) -> Throttled:
@@ -614,11 +614,6 @@ def _open_queue(
     queue = open_queue(name, settings.depth)
     wrap = environment.wrap_queue
     return (wrap(queue) if wrap else queue), probe_results
-
-
-def _counted(counts: Counts, what: str, refusal: Throttled, blocks: int) -> Throttled:
-    counts.add(f"{what}_refused_{refusal.reason}", blocks)
-    return refusal
 
 
 def _disk_bytes(family: BlockSpec) -> int:
