@@ -145,7 +145,7 @@ class DirectoryHealth:
 
 
 _SEGMENT_NAME = re.compile(r"(\d{8}|[1-9]\d{8,})\.segment")
-_NO_HEAD = SegmentHead(0, 0, 0, 0)
+NO_HEAD = SegmentHead(0, 0, 0, 0)
 
 
 class CapacityReached(OSError):
@@ -193,7 +193,7 @@ class Segment:
     path: Path
     file: OpenFile | None = None
     state: SegmentState = SegmentState.BUSY
-    head: SegmentHead = _NO_HEAD
+    head: SegmentHead = NO_HEAD
     end: int = 1
     promised: int = 0
     records: list[Records] = field(default_factory=list)

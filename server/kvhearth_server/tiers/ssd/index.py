@@ -120,15 +120,8 @@ SEGMENT_ENTRIES = 1 << 32
 
 _ROWS_FIRST = 64
 
-_ROW_FIELDS = (
-    ("version", "version"),
-    ("position", "position"),
-    ("length", "length"),
-    ("epoch", "epoch"),
-    ("sequence", "sequence"),
-    ("parent", "parent_sequence"),
-    ("checksum", "checksum"),
-)
+_RECORD_FIELDS = ("version", "position", "length", "epoch", "sequence", "checksum")
+"""Fields that a row has as the record's header has them."""
 
 
 def disk_pages(heads: Records) -> I64:
@@ -140,8 +133,9 @@ def disk_pages(heads: Records) -> I64:
 def rows_of(records: Records) -> Records:
     """Convert record headers to rows of the index, same shape."""
     rows = np.zeros(records.shape, ROW_DTYPE)
-    for ours, theirs in _ROW_FIELDS:
-        rows[ours] = records[theirs]
+    for name in _RECORD_FIELDS:
+        rows[name] = records[name]
+    rows["parent"] = records["parent_sequence"]
     return rows
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvhearth.model import I64, U8, Records, RunningChecksum, checksum_of
-from kvhearth_server.tiers.ssd.directory import Segment
+from kvhearth_server.tiers.ssd.directory import NO_HEAD, Segment
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import (
     LIVES_MAX,
@@ -26,8 +26,6 @@ from kvhearth_server.tiers.ssd.format import (
     record_pages,
 )
 from kvhearth_server.tiers.ssd.index import rows_of
-
-NO_HEAD = SegmentHead(0, 0, 0, 0)
 
 _OFFSETS = {name: place[1] for name, place in (RECORD_DTYPE.fields or {}).items()}
 _ALIKE = ("key", "key_bytes", "namespace", "sequence", "epoch", "group", "shard_count", "length")
