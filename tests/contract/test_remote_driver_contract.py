@@ -191,7 +191,7 @@ def test_blocks_of_another_length_are_not_found(remote: Remote, desk: MoverDesk)
 def test_another_fleets_mover_is_told_and_finds_nothing(remote: Remote, desk: MoverDesk) -> None:
     desk.put([0], OF)
     with mover_desk(remote.url, fleet_key=b"the key of another fleet") as other:
-        other.until(lambda: "another key" in other.mover.state.problem)
+        other.until(lambda: "another key" in other.mover.problem)
         assert kinds(other.get([0], OF)) == ["Failed denied"]
 
 
@@ -244,7 +244,7 @@ def test_a_killed_server_is_told_and_comes_back(remote: Remote, desk: MoverDesk)
         assert resp(remote.servers[0].port, *user) == b"+OK\r\n"
     wanted = {"Done"} if remote.durable else {"Missing"}
     # A library that misses its deadline costs the helper, and nothing is taken without one.
-    desk.until(lambda: desk.mover.state.up and set(kinds(desk.get(range(4), OF))) == wanted)
+    desk.until(lambda: desk.mover.up and set(kinds(desk.get(range(4), OF))) == wanted)
 
 
 WRONG = {
@@ -261,7 +261,7 @@ def test_a_wrong_secret_is_named(remote: Remote, tmp_path: Path) -> None:
     secret = secret_file(tmp_path, ACCESS[0], "wrong")
     url = remote.url.partition("&secret_file")[0] + f"&{secret}"
     with mover_desk(url) as other:
-        other.until(lambda: "secret" in other.mover.state.problem)
+        other.until(lambda: "secret" in other.mover.problem)
         assert kinds(other.get([0], OF)) == ["Failed denied"]
 
 
@@ -269,7 +269,7 @@ def test_a_missing_bucket_is_named(remote: Remote) -> None:
     if remote.kind != "rclone":
         pytest.skip("it has no buckets, or makes one for a user who may")
     with mover_desk(remote.url.replace("s3://bucket/", "s3://none-such/")) as other:
-        other.until(lambda: "bucket" in other.mover.state.problem)
+        other.until(lambda: "bucket" in other.mover.problem)
         assert kinds(other.get([0], OF)) == ["Failed denied"]
 
 
@@ -309,7 +309,7 @@ def test_an_expired_certificate_is_refused(remote: Remote, tmp_path: Path) -> No
     if remote.kind != "redis-tls":
         pytest.skip("it has no certificate")
     with running(server := redis_tls(tmp_path, days=-1)), mover_desk(server.url) as refused:
-        refused.until(lambda: refused.mover.state.up and refused.mover.state.problem)
+        refused.until(lambda: refused.mover.up and refused.mover.problem)
         assert kinds(refused.get([0], OF)) == ["Failed unreachable"]
 
 
@@ -319,5 +319,5 @@ def test_a_foreign_certificate_is_refused(remote: Remote, tmp_path: Path) -> Non
     other = Authority(tmp_path, "other")
     ca = remote.url.partition("ca=")[2].partition("&")[0]
     with mover_desk(remote.url.replace(ca, str(other.path))) as refused:
-        refused.until(lambda: refused.mover.state.up and refused.mover.state.problem)
+        refused.until(lambda: refused.mover.up and refused.mover.problem)
         assert kinds(refused.get([0], OF)) == ["Failed unreachable"]

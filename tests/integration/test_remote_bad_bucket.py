@@ -83,7 +83,7 @@ def test_a_read_that_does_not_end_is_told_by_its_deadline(
     served: tuple[BadBucket, MoverDesk], mode: str
 ) -> None:
     bucket, desk = served
-    kills = desk.mover.state.counts.get("kills", 0)
+    kills = desk.mover.counts["kills"]
     bucket.mode = mode
     request = desk.get_request(range(3), OF)
     began = time.monotonic()
@@ -91,7 +91,7 @@ def test_a_read_that_does_not_end_is_told_by_its_deadline(
     assert time.monotonic() - began < 3.0
     assert set(kinds(answer)) <= {"Failed timeout", "Failed io", "Failed unreachable"}
     assert (desk.slot(request.places[0, 0], OF.length) == 0xEE).all()
-    assert desk.mover.state.counts.get("kills", 0) == kills, "the library keeps this deadline"
+    assert desk.mover.counts["kills"] == kills, "the library keeps this deadline"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_nobody_there_is_unreachable(secret: Path) -> None:
     with bad_bucket() as bucket:
         url = bucket.url
     with mover_desk(f"{url}&secret_file={secret}") as desk:
-        desk.until(lambda: "cannot be reached" in desk.mover.state.problem)
+        desk.until(lambda: "cannot be reached" in desk.mover.problem)
         assert kinds(desk.get([0], OF)) == ["Failed unreachable"]
 
 
@@ -129,7 +129,7 @@ def test_a_missing_bucket_and_a_wrong_secret_are_named(secret: Path, mode: str, 
     with bad_bucket() as bucket:
         bucket.mode = mode
         with mover_desk(f"{bucket.url}&secret_file={secret}") as desk:
-            desk.until(lambda: text in desk.mover.state.problem)
+            desk.until(lambda: text in desk.mover.problem)
             assert kinds(desk.get([0], OF)) == ["Failed denied"]
             assert kinds(desk.exists([0], OF)) == ["Failed denied"]
             bucket.mode = ""
@@ -153,14 +153,14 @@ def test_a_skewed_clock_is_named(secret: Path) -> None:
     with bad_bucket() as bucket:
         bucket.mode = "skew"
         with mover_desk(f"{bucket.url}&secret_file={secret}") as desk:
-            desk.until(lambda: "clock" in desk.mover.state.problem)
+            desk.until(lambda: "clock" in desk.mover.problem)
             assert kinds(desk.get([0], OF)) == ["Failed denied"]
 
 
 def test_a_name_that_is_not_known_is_unreachable(secret: Path) -> None:
     url = f"s3://bucket/p?endpoint=https://none-such.invalid&region=r&secret_file={secret}"
     with mover_desk(url) as desk:
-        desk.until(lambda: desk.mover.state.up and desk.mover.state.problem)
+        desk.until(lambda: desk.mover.up and desk.mover.problem)
         assert kinds(desk.get([0], OF)) in (["Failed unreachable"], ["Failed timeout"])
 
 

@@ -57,10 +57,9 @@ def test_kills_and_stops_at_random(tmp_path: Path, seed: int) -> None:
         acknowledged: set[int] = set()
         for _ in range(12):
             _one(desk, chance, acknowledged)
-            desk.until(lambda: desk.mover.state.up)
-        state = desk.mover.state
-        assert state.restarts > 0
-        assert state.staging_free_bytes == state.staging_bytes
+            desk.until(lambda: desk.mover.up)
+        assert desk.mover.restarts > 0
+        assert desk.mover.staging.free_bytes == desk.mover.staging.size
         for number in sorted(acknowledged):
             assert kinds(desk.get([number], OF)) == ["Done"], (number, seed)
 

@@ -89,13 +89,13 @@ def test_names_tell_nothing_and_depend_on_the_fleets_key(folder: Path) -> None:
         desk.up().put([0])
     assert key_of(0).hex()[:16] not in str(objects(folder))
     with mover_desk(f"file://{folder}", fleet_key=b"another key of a fleet") as desk:
-        desk.until(lambda: "another key" in desk.mover.state.problem)
+        desk.until(lambda: "another key" in desk.mover.problem)
         assert kinds(desk.get([0])) == ["Failed denied"]
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with mover_desk(f"file://{tmp_path}/none") as desk:
-        desk.until(lambda: "no directory" in desk.mover.state.problem)
+        desk.until(lambda: "no directory" in desk.mover.problem)
         refused = desk.mover.submit(Exists(SPACE, family(), [b"k"]), 1.0)
         assert isinstance(refused, Throttled)
         (tmp_path / "none").mkdir()
@@ -116,7 +116,7 @@ def test_a_killed_helper_is_replaced_and_slots_are_free(desk: MoverDesk) -> None
     os.kill(child, signal.SIGKILL)
     assert set(kinds(desk.final(ticket))) == {"Failed unreachable"}
     desk.up()
-    assert desk.mover.state.restarts == 1
+    assert desk.mover.restarts == 1
     assert kinds(desk.put(range(2))) == ["Done"] * 2
 
 
@@ -132,8 +132,8 @@ def test_a_helper_that_misses_a_deadline_is_killed(desk: MoverDesk) -> None:
     assert children() != [child]
     desk.up()
     assert (desk.slot(request.places[0, 0], LENGTH) == 0xEE).all()
-    assert desk.mover.state.counts["kills"] == 1
-    assert desk.mover.state.problem == ""
+    assert desk.mover.counts["kills"] == 1
+    assert desk.mover.problem == ""
 
 
 def test_three_kills_are_a_problem(desk: MoverDesk) -> None:
@@ -141,8 +141,8 @@ def test_three_kills_are_a_problem(desk: MoverDesk) -> None:
         (child,) = children()
         os.kill(child, signal.SIGSTOP)
         desk.final(desk.mover.submit(desk.get_request([0]), 0.01))
-        desk.until(lambda: desk.mover.state.up)
-    assert "3 times in a minute" in desk.mover.state.problem
+        desk.until(lambda: desk.mover.up)
+    assert "3 times in a minute" in desk.mover.problem
 
 
 def children() -> list[int]:

@@ -19,6 +19,7 @@ from kvhearth_server.tier_startup import OpenRemote, remote_limits
 from kvhearth_server.tiers.base import (
     BlockSpec,
     Corrupt,
+    Counts,
     Done,
     Failed,
     Missing,
@@ -31,9 +32,9 @@ from kvhearth_server.tiers.remote.mover import (
     Delete,
     Exists,
     Get,
-    MoverState,
     Put,
 )
+from kvhearth_server.tiers.remote.process import Staging
 from kvhearth_server.tiers.remote.tier import RemoteTier
 
 
@@ -82,7 +83,8 @@ class ScriptedMover:
         self.failure: Failed | None = None
         self.requests: list[Exists] = []
         self.values: dict[tuple[str, bytes], Value] = {}
-        self.staging_free_bytes = 1 << 20
+        self.restarts, self.alone = 0, True
+        self.counts, self.staging = Counts(), Staging(1 << 20)
         self._regions, self._folder = list(regions), folder
         self._waiting: list[tuple[int, Exists]] = []
         self._cancelled: set[int] = set()
@@ -109,11 +111,6 @@ class ScriptedMover:
         os.eventfd_read(self.event_fd)
         waiting, self._waiting = self._waiting, []
         return [self._answer(ticket, request) for ticket, request in waiting]
-
-    @property
-    def state(self) -> MoverState:
-        free = self.staging_free_bytes
-        return MoverState(self.up, self.problem, 0, 1 << 20, free, {})
 
     def using_slots(self) -> list[Get]:
         """Return the requests that read or write slots."""

@@ -56,13 +56,13 @@ class MoverDesk:
         """Step until ``found`` returns something true, and return it."""
         end = time.monotonic() + deadline_s
         while not (result := found()):
-            assert time.monotonic() < end, self.mover.state
+            assert time.monotonic() < end, (self.mover.up, self.mover.problem)
             self.step()
         return result
 
     def up(self) -> MoverDesk:
         """Wait until the mover works and its remote was found good."""
-        self.until(lambda: self.mover.state.up and not self.mover.state.problem)
+        self.until(lambda: self.mover.up and not self.mover.problem)
         return self
 
     def final(self, ticket: int | Throttled) -> Answer:
@@ -160,8 +160,7 @@ def mover_desk(url: str, **changes: Any) -> Iterator[MoverDesk]:
     try:
         yield desk
         assert desk.mover.drain(DEADLINE_S)
-        state = desk.mover.state
-        assert state.staging_free_bytes == state.staging_bytes
+        assert desk.mover.staging.free_bytes == desk.mover.staging.size
     finally:
         desk.mover.close()
         assert desk.segment.held_bytes() == []

@@ -247,12 +247,12 @@ class Machine:
         mover = Mover(url, fleet_key, [], 2 << 20, log_level="error")
         try:
             end = time.monotonic() + _REMOTE_S
-            while not mover.state.up and mover.state.problem == mover.starting:
+            while not mover.up and mover.problem == mover.starting:
                 if time.monotonic() > end:
                     return f"{url.place} does not answer in {_REMOTE_S:g} s; check the network"
                 select.select([mover.event_fd], [], [], 0.2)
                 mover.poll()
-            return mover.state.problem
+            return mover.problem
         finally:
             mover.close()
 

@@ -78,9 +78,9 @@ class Moved:
         )
         self._keys: list[bytes] = []
         end = time.monotonic() + _CALL_S
-        while not self._mover.state.up or self._mover.state.problem:
+        while not self._mover.up or self._mover.problem:
             if time.monotonic() > end:
-                raise broken(f"{url}: {self._mover.state.problem}")
+                raise broken(f"{url}: {self._mover.problem}")
             self._answers(0.2)
 
     def _answers(self, seconds: float) -> list[Answer]:

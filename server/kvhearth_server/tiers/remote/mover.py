@@ -92,29 +92,6 @@ class Answer:
     parents: list[bytes] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class MoverState:
-    """Condition of a mover.
-
-    Attributes:
-        up: whether it takes requests.
-        problem: reason why it does not, or what its first probe found, as a sentence that says
-            what to do; empty for none.
-        restarts: helper processes that were started again, since the daemon's start.
-        staging_bytes, staging_free_bytes: size of the staging memory, and what of it is free.
-        counts: counters by name; they only rise.
-        alone: whether no helper of an earlier daemon can write to the arena any more.
-    """
-
-    up: bool
-    problem: str
-    restarts: int
-    staging_bytes: int
-    staging_free_bytes: int
-    counts: Mapping[str, int]
-    alone: bool = True
-
-
 # -- frames: a JSON head and a body of arrays ------------------------------------------------------
 
 _SIZES = struct.Struct("<II")

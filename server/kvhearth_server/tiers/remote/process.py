@@ -32,7 +32,6 @@ from kvhearth_server.tiers.remote.mover import (
     FrameReader,
     Get,
     Head,
-    MoverState,
     Work,
     decode_answer,
     encode,
@@ -147,7 +146,9 @@ class Mover:
         log_level, log_format: of the helper's log.
 
     Attributes:
-        starting: the state's problem while there is none but that a helper starts.
+        starting: the problem while there is none but that a helper starts.
+        staging: places in the helper's memory through which all bytes pass.
+        counts: counters by name; they only rise.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class Mover:
         self._fleet_key = fleet_key
         self._regions = regions
         self._log_settings = {"log_level": log_level, "log_format": log_format}
-        self._staging = Staging(whole_pages(staging_bytes))
-        self._counts = Counts()
+        self.staging = Staging(whole_pages(staging_bytes))
+        self.counts = Counts()
         self._tickets = itertools.count(1)
         self._pending: dict[int, Work] = {}
         self._ready: list[Answer] = []
@@ -202,10 +203,10 @@ class Mover:
         work = Work(next(self._tickets), request, time.monotonic() + deadline_s)
         if isinstance(request, Get):
             size = record_bytes(request.family)
-            if size > (most := min(child.value_bytes_max, self._staging.size)):
+            if size > (most := min(child.value_bytes_max, self.staging.size)):
                 self._tell_too_large(size, most)
                 return Throttled(Refusal.TOO_LARGE)
-            if (taken := self._staging.take(len(request.keys) * whole_pages(size))) is None:
+            if (taken := self.staging.take(len(request.keys) * whole_pages(size))) is None:
                 return Throttled(Refusal.QUEUE)
             work.staging = taken
         self._pending[work.ticket] = work
@@ -237,19 +238,26 @@ class Mover:
         return found
 
     @property
-    def state(self) -> MoverState:
-        """The present condition."""
-        child = self._child
-        up = child is not None and child.serves
-        return MoverState(
-            up,
-            self._many_kills() or self._problem or ("" if up else self.starting),
-            max(self._starts - 1, 0),
-            self._staging.size,
-            self._staging.free_bytes,
-            self._counts.values,
-            self._starts > 0,  # its locks are free only once an earlier one is gone
-        )
+    def up(self) -> bool:
+        """Whether it takes requests."""
+        return self._child is not None and self._child.serves
+
+    @property
+    def problem(self) -> str:
+        """Reason why it takes none, or what its first probe found, as a sentence that says what to
+        do; empty for none.
+        """
+        return self._many_kills() or self._problem or ("" if self.up else self.starting)
+
+    @property
+    def restarts(self) -> int:
+        """Helper processes that were started again, since the daemon's start."""
+        return max(self._starts - 1, 0)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no helper of an earlier daemon can write to the arena any more."""
+        return self._starts > 0  # its locks are free only once an earlier one is gone
 
     @property
     def pid(self) -> int | None:
@@ -292,7 +300,7 @@ class Mover:
             message = {
                 "url": self.url.text,
                 "fleet_key": self._fleet_key.hex(),
-                "staging_bytes": self._staging.size,
+                "staging_bytes": self.staging.size,
                 "connection": theirs.fileno(),
                 "regions": regions,
                 **self._log_settings,
@@ -326,7 +334,7 @@ class Mover:
         for work in self._pending.values():
             if not work.told and now >= work.deadline:
                 work.told = True
-                self._counts.add("deadlines_missed")
+                self.counts.add("deadlines_missed")
                 self._ready.append(work.failed(Failure.TIMEOUT, final=False))
             overdue = overdue or now >= work.deadline + GRACE_S
         late_start = not child.value_bytes_max and now - child.began > _START_S
@@ -344,7 +352,7 @@ class Mover:
     def _kill(self, child: _Child) -> None:
         child.killed = True
         self._kills.append(time.monotonic())
-        self._counts.add("kills")
+        self.counts.add("kills")
         _log.error("remote.helper_killed", remote=self.url.place, pid=child.process.pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
@@ -421,7 +429,7 @@ class Mover:
             child.value_bytes_max = head["value_bytes_max"]
             return
         for name, amount in head.get("counts", {}).items():
-            self._counts.add(name, amount)
+            self.counts.add(name, amount)
         if (work := self._pending.get(head["ticket"])) is not None:
             self._finish(work, decode_answer(head, body))
 
@@ -429,7 +437,7 @@ class Mover:
         """Give a request its final answer and take its staging memory back."""
         del self._pending[work.ticket]
         if isinstance(work.request, Get):
-            self._staging.give(work.staging)
+            self.staging.give(work.staging)
         self._ready.append(work.failed(Failure.TIMEOUT) if work.told else answer)
 
     @property

@@ -147,7 +147,6 @@ class RemoteTier(Tier):
         self._seconds: dict[str, float] = {}
         self._trouble = ""
         self._suspected, self._suspected_at = 0, 0.0
-        self._is_up = mover.state.up
         self._up_at = clock()
         """Time at which the mover ran, or should have started."""
         self._draining = self._closed = False
@@ -180,7 +179,7 @@ class RemoteTier(Tier):
     @property
     def serving(self) -> bool:
         """Whether requests are sent to the remote."""
-        return self._is_up and not (self.breaker.is_open or self._draining)
+        return self.mover.up and not (self.breaker.is_open or self._draining)
 
     # -- batches -----------------------------------------------------------------------------------
 
@@ -262,7 +261,6 @@ class RemoteTier(Tier):
             os.eventfd_read(self._wake)
         for answer in self.mover.poll():
             self._answered(answer)
-        self._is_up = self.mover.state.up
         self._look_after_breaker()
         completions, self._completions = self._completions, []
         return completions
@@ -324,7 +322,7 @@ class RemoteTier(Tier):
     def _look_after_breaker(self) -> None:
         """Send the probe that may close the breaker, when it is due."""
         now = self._clock()
-        if not self.breaker.probe_due(now) or self._draining or not self.mover.state.up:
+        if not self.breaker.probe_due(now) or self._draining or not self.mover.up:
             return
         key = hashlib.sha256(b"probe").digest()
         request = Exists("0" * 32, BlockSpec(bytes(32), 0, 0, 1), [key])
@@ -472,7 +470,7 @@ class RemoteTier(Tier):
 
     @property
     def loads_of_the_dead(self) -> bool:
-        return not self.mover.state.alone
+        return not self.mover.alone
 
     def estimate_s(self, loads: Sequence[tuple[BlockSpec, int]], waiting: int = 0) -> float:
         size = sum(spec.length * spec.shards * blocks for spec, blocks in loads)
@@ -480,30 +478,31 @@ class RemoteTier(Tier):
 
     def problems(self) -> Mapping[Kind, str]:
         """Return the remote's problem, one at most."""
-        state = self.mover.state
-        if state.up:
+        mover = self.mover
+        if mover.up:
             self._up_at = self._clock()
         elif self._clock() - self._up_at > START_S:
-            reason = state.problem or "its helper process does not run; see the log"
+            reason = mover.problem or "its helper process does not run; see the log"
             return {Kind(self.label, "down", REMOTE): f"remote {self.label}: {reason}"}
         if self.breaker.is_open:
             text = (
                 f"remote {self.label}: requests fail ({self._trouble}); it is tried again by itself"
             )
             return {Kind(self.label, "open", REMOTE): text}
-        if state.up and state.problem:
-            text = f"remote {self.label}: {state.problem}"
+        if mover.up and mover.problem:
+            text = f"remote {self.label}: {mover.problem}"
             return {Kind(self.label, "misconfigured", REMOTE): text}
-        return self._suspects(state.counts)
+        return self._suspects()
 
-    def _suspects(self, counts: Mapping[str, int]) -> Mapping[Kind, str]:
+    def _suspects(self) -> Mapping[Kind, str]:
         """Return a problem if records were not believed within the last ``SUSPECT_S``."""
-        found, now = sum(counts.get(each, 0) for each in Suspect), self._clock()
+        counts = self.mover.counts
+        found, now = sum(counts[each] for each in Suspect), self._clock()
         if found > self._suspected:
             self._suspected, self._suspected_at = found, now
         if not found or now - self._suspected_at >= SUSPECT_S:
             return {}
-        how = ", ".join(f"{counts[each]} {each}" for each in Suspect if counts.get(each))
+        how = ", ".join(f"{counts[each]} {each}" for each in Suspect if counts[each])
         text = (
             f"remote {self.label}: records are not as this fleet wrote them ({how}); they count as "
             "misses; see who else can write there"
@@ -511,15 +510,15 @@ class RemoteTier(Tier):
         return {Kind(self.label, "suspect", REMOTE): text}
 
     def remote_figures(self) -> RemoteFigures:
-        state, kinds = self.mover.state, [kind for kind, _, _ in self._ended.values()]
+        mover, kinds = self.mover, [kind for kind, _, _ in self._ended.values()]
         return RemoteFigures(
             name=self.label,
             problem=next(iter(self.problems().values()), ""),
             breaker_open=self.breaker.is_open,
-            mover_up=state.up,
-            mover_restarts=state.restarts,
-            staging_bytes=state.staging_bytes,
-            staging_free_bytes=state.staging_free_bytes,
+            mover_up=mover.up,
+            mover_restarts=mover.restarts,
+            staging_bytes=mover.staging.size,
+            staging_free_bytes=mover.staging.free_bytes,
             cache_entries=self._cache.entries,
             asking=len(self._searches),
             reading=kinds.count("get"),
@@ -527,7 +526,7 @@ class RemoteTier(Tier):
             counters={
                 **self.counts.values,
                 "breaker_openings": self.breaker.openings,
-                **{f"mover_{name}": count for name, count in state.counts.items()},
+                **{f"mover_{name}": count for name, count in mover.counts.values.items()},
             },
             seconds=dict(self._seconds),
         )
