@@ -144,7 +144,9 @@ class Tiering:
             tier.use_identities(self.names.identify)
         self.promoter = Promoter(core, self.tier, self.names, call, now)
         self.writeback = WritebackLoop(core, self.tier, self.names, call, now)
-        self.publisher = Publisher(core, self._chain, self.names, call, now)
+        self._publisher: Publisher | None = None
+        if self._chain is not None:
+            self._publisher = Publisher(core, self._chain, self.names, call, now)
         self._completions = deque[Completion]()
         self._drops = deque[Evicted]()
         self._turning = False
@@ -293,14 +295,19 @@ class Tiering:
 
     def pause_s(self) -> float:
         """Return the seconds until a turn has something to do; infinity without an event."""
-        at = min(self.writeback.due_at, self.publisher.due_at, self.tier.due_at)
+        at = min(self.writeback.due_at, self.tier.due_at)
+        if self._publisher is not None:
+            at = min(at, self._publisher.due_at)
         return at - self._now()
 
     def _turn(self, end: float) -> None:
+        publisher = self._publisher
         self._completions.extend(self.tier.poll())
         while self._completions:
             completion = self._completions.popleft()
-            mine = self.writeback.completed(completion) or self.publisher.completed(completion)
+            mine = self.writeback.completed(completion)
+            if not mine and publisher is not None:
+                mine = publisher.completed(completion)
             if not mine:
                 self.promoter.completed(completion)
             if time.perf_counter() > end:
@@ -310,19 +317,22 @@ class Tiering:
             self._evicted(self._drops.popleft())
             if time.perf_counter() > end:
                 return
-        self.publisher.leaving()
+        if publisher is not None:
+            publisher.leaving()
         promotions, now = self._core.promotions, self._now()
         busy = self.tier.loads_of_the_dead or now < self.orphaned_loads_after
         if len(promotions.orphaned_loads) and not busy:
             self._call(promotions.free_orphaned_loads)
         self.promoter.begin(end)
         self.writeback.begin(end)
-        self.publisher.begin(end)
+        if publisher is not None:
+            publisher.begin(end)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued and nothing is under way."""
-        return self.promoter.idle and not (self.writeback.blocks or self.publisher.blocks)
+        publishing = self._publisher is not None and self._publisher.blocks
+        return self.promoter.idle and not (self.writeback.blocks or publishing)
 
     def figures(self) -> TierFigures | None:
         """Return the SSD tier's figures, with what is on its way; None without one."""

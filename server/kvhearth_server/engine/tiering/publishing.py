@@ -41,12 +41,12 @@ _log = get_logger("kvhearth.remote")
 
 
 class Publisher:
-    """Stores to shared tiers; see ``Tiering`` for the arguments. ``chain`` is None without any."""
+    """Stores to shared tiers; see ``Tiering`` for the arguments."""
 
     def __init__(
         self,
         core: Core,
-        chain: TierChain | None,
+        chain: TierChain,
         names: BlockNaming,
         call: Callable[..., Any],
         now: Callable[[], float],
@@ -73,9 +73,8 @@ class Publisher:
     @property
     def due_at(self) -> float:
         """Time at which a turn has something to publish; infinity if that takes another event."""
-        idle = self._chain is None or not self._core.publishing.waiting
         full = self._stalled or len(self._stores) >= BATCHES_MAX
-        return math.inf if idle or full else self._again_at
+        return math.inf if full or not self._core.publishing.waiting else self._again_at
 
     def begin(self, end: float = math.inf) -> None:
         """Publish waiting blocks until the time ``end``, as far as the tiers accept them."""
@@ -87,7 +86,6 @@ class Publisher:
             if batch is None:  # no more may be held, until a batch or a reader lets go
                 self._stalled, self._again_at = bool(self._stores), now + _PAUSE_HELD_S
                 break
-            assert self._chain is not None
             ticket = self._chain.publish(self._names.store_batch(batch))
             if isinstance(ticket, Throttled):
                 self._refused(batch, ticket, now)
@@ -135,8 +133,6 @@ class Publisher:
         """Publish hot blocks that are about to be dropped: from memory, or read in time from the
         tier. One batch at a time; further blocks are left out, so that nothing waits.
         """
-        if self._chain is None:
-            return
         for offer in self._chain.take_leaving():
             namespace = self._names.namespace(offer.family.namespace)
             if namespace is None or namespace.epoch != offer.family.epoch:
@@ -153,7 +149,6 @@ class Publisher:
     def _read(self, family: BlockSpec, keys: list[bytes]) -> int:
         """Begin to read blocks that a tier drops; return how many."""
         chain = self._chain
-        assert chain is not None
         padded = -(-family.length // _PAGE_BYTES) * _PAGE_BYTES
         count = min(
             len(keys), BATCH_BLOCKS_MAX, chain.remote.buffer_bytes // (padded * family.shards)
@@ -188,7 +183,6 @@ class Publisher:
                 if isinstance(outcome, Failed | Throttled):
                     state.count("publish_failed", len(rows), outcome.reason)
             return True
-        assert self._chain is not None
         assert facts is not None
         self._skip_leaving(len(batch.keys) - len(good), "leaving")
         if not len(good):
