@@ -337,7 +337,7 @@ class TierRig(Rig):
         raise AssertionError(
             f"the tier does not come to rest: {writeback_queue.waiting} blocks wait, "
             f"{len(promotions)} are promoted, "
-            f"{self.tiering.promoter.waiting} are wished, {len(self.tier.under_way)} batches, "
+            f"{self.tiering.promoter.queue.blocks} are wished, {len(self.tier.under_way)} batches, "
             f"{self.counted}"
         )
 

@@ -69,9 +69,9 @@ def test_a_key_that_is_named_twice_is_called_off_once() -> None:
     rig, session = writeback_rig(20, slabs=8, queue_reads=8)  # four a turn
     rig.tier.held = True
     rig.want(session, keys(*range(5), *range(20)), lease_id=1)
-    assert rig.tiering.promoter.waiting == 16
+    assert rig.tiering.promoter.queue.blocks == 16
     rig.tiering.promoter.cancel(rig.group(session).number, [1])
-    assert rig.tiering.promoter.waiting == 0
+    assert rig.tiering.promoter.queue.blocks == 0
     rig.tier.held = False
     rig.settle()
     assert rig.tier.submitted["load"] == 4
@@ -96,7 +96,7 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
     promotion_queue = rig.lookup(session, keys(*range(100))).promotion_queue
     for _ in range(700):
         rig.tiering.promote(promotion_queue, rig.group(session).number)
-    assert rig.tiering.promoter.waiting <= 100
+    assert rig.tiering.promoter.queue.blocks <= 100
     rig.want(other, keys(*range(100, 104)))
     rig.want(session, keys(*range(100)))
     assert rig.count_of("promotion_failed", "queue") == 0

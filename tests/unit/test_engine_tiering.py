@@ -250,10 +250,10 @@ def test_wishes_that_wait_are_bounded() -> None:
     promotion_queue = rig.lookup(session, keys(*range(600))).promotion_queue
     for lease_id in range(1, 200):
         rig.tiering.promote(promotion_queue, rig.group(session).number, lease_id)
-    assert rig.tiering.promoter.waiting <= 1 << 16
+    assert rig.tiering.promoter.queue.blocks <= 1 << 16
     assert rig.count_of("promotion_failed", "queue") > 0
     rig.tiering.promoter.group_ended(rig.group(session).number)
-    assert rig.tiering.promoter.waiting == 0
+    assert rig.tiering.promoter.queue.blocks == 0
     rig.tier.held = False
     rig.settle()
 

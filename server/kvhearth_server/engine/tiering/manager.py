@@ -220,7 +220,7 @@ class Tiering:
             asking: a shared tier is being asked about others.
         """
         loads = [(self.names.family(w.namespace, w.kv_group), len(w.keys)) for w in promotion_queue]
-        seconds = self.tier.estimate_s(loads, self.promoter.records) if loads else 0.0
+        seconds = self.tier.estimate_s(loads, self.promoter.queue.records) if loads else 0.0
         if self._chain is not None and remote:
             seconds = max(seconds, self._chain.remote.estimate_s(loads))
         if self._chain is not None and asking:
@@ -245,7 +245,7 @@ class Tiering:
     ) -> None:
         """Promote blocks for a lookup of a group (group 0: for no particular requester)."""
         self.promoter.ask(promotion_queue, (group, lease_id))
-        if self.promoter.waiting:
+        if self.promoter.queue.blocks:
             self.due.set()
 
     def repair(self, heads: I64) -> Callable[[], None]:
@@ -284,7 +284,8 @@ class Tiering:
             self._turn(time.perf_counter() + seconds)
         finally:
             self._turning = False
-        if self._completions or self._drops or self.promoter.due or self.pause_s() <= 0:
+        loads = self.promoter.queue.blocks and not self.promoter.stalled
+        if self._completions or self._drops or loads or self.pause_s() <= 0:
             self.due.set()
 
     def wake(self) -> None:
@@ -323,7 +324,8 @@ class Tiering:
         busy = self.tier.loads_of_the_dead or now < self.orphaned_loads_after
         if len(promotions.orphaned_loads) and not busy:
             self._call(promotions.free_orphaned_loads)
-        self.promoter.begin(end)
+        if self.promoter.queue.blocks:
+            self.promoter.begin(end)
         self.writeback.begin(end)
         if publisher is not None:
             publisher.begin(end)

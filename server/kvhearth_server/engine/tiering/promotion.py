@@ -42,6 +42,7 @@ class PromotionQueue:
 
     def __init__(self) -> None:
         self.blocks = self.records = 0
+        """Blocks that wait, and the tier's records of them: one for each shard."""
         self._queue: deque[tuple[PromotionRequest, Requester]] = deque()
         self._named: dict[Requester, set[tuple[int, int, bytes]]] = {}
 
@@ -146,20 +147,12 @@ class Promoter:
         self._loads: dict[int, _Load] = {}
         self.seconds = Histogram(SECONDS_BOUNDS)
         """Times from a load's begin to its end."""
-        self._requested = PromotionQueue()
-        self._stalled = False
+        self.queue = PromotionQueue()
+        """Requests whose load has not begun."""
+        self.stalled = False
+        """Whether they wait for room, which takes another event."""
         self._lack = ""
         self._slots_max = max(1, min(_SLOTS_PER_TURN, tier.queue_reads // 2))
-
-    @property
-    def waiting(self) -> int:
-        """Number of blocks whose load has not begun."""
-        return self._requested.blocks
-
-    @property
-    def records(self) -> int:
-        """Number of the tier's records whose load has not begun; a block has one for each shard."""
-        return self._requested.records
 
     @property
     def under_way(self) -> int:
@@ -167,39 +160,34 @@ class Promoter:
         return len(self._core.promotions)
 
     @property
-    def due(self) -> bool:
-        """Whether a turn could begin a load without any other event."""
-        return bool(self._requested) and not self._stalled
-
-    @property
     def idle(self) -> bool:
         """Whether nothing is queued and nothing is under way."""
-        return not (self._loads or self._requested)
+        return not (self._loads or self.queue)
 
     def ask(self, promotion_queue: Iterable[PromotionRequest], requester: Requester) -> None:
         """Queue promotion requests, and begin to load at once if the queue was empty."""
-        before = len(self._requested)
+        before = len(self.queue)
         for request in promotion_queue:
-            new = self._requested.fresh(request, requester)
+            new = self.queue.fresh(request, requester)
             if new is None:
                 continue
-            if self._requested.blocks + len(new.keys) > _REQUESTED_BLOCKS_MAX:
+            if self.queue.blocks + len(new.keys) > _REQUESTED_BLOCKS_MAX:
                 self._core.state.count("promotion_failed", len(new.keys), "queue")
                 continue
-            self._requested.add(new, requester)
+            self.queue.add(new, requester)
         if not before:
             self.begin()  # one batch: the requester waits for this call
 
     def cancel(self, group: int, lease_ids: Iterable[int]) -> None:
         """Cancel the promotion requests of lookups that went away."""
         gone = {(group, lease_id) for lease_id in lease_ids}
-        self._requested.drop(gone)
+        self.queue.drop(gone)
         for requester in gone:
             self._stop(self._core.promotions.drop_requester(requester))
 
     def group_ended(self, group: int) -> None:
         """Cancel all promotion requests of a group."""
-        self._requested.drop(self._requested.requesters_of(group))
+        self.queue.drop(self.queue.requesters_of(group))
         self._stop(self._core.promotions.forget_group(group))
 
     def _stop(self, promotions: list[Promotion]) -> None:
@@ -216,28 +204,28 @@ class Promoter:
         A request that finds no room waits for the loads that occupy it; requests behind it may find
         some.
         """
-        left, self._stalled = self._slots_max, True
-        for _ in range(min(len(self._requested), _LOOKS_PER_TURN)):
+        left, self.stalled = self._slots_max, True
+        for _ in range(min(len(self.queue), _LOOKS_PER_TURN)):
             if left <= 0:
                 break
-            request, requester = self._requested.take()
+            request, requester = self.queue.take()
             most = min(left, BEGUN_AT_ONCE) // request.spec.shards
             head, rest = request.split(max(1, most))
             left -= len(head.keys) * request.spec.shards
             self._load(head, requester)
             if not self._lack:
-                self._stalled = False
-                self._requested.done(head, requester)
+                self.stalled = False
+                self.queue.done(head, requester)
                 if rest is not None:
-                    self._requested.put_back(rest, requester, first=True)
+                    self.queue.put_back(rest, requester, first=True)
             elif self._loads or self._lack == "queue":
-                self._requested.put_back(request, requester)
+                self.queue.put_back(request, requester)
             else:
-                self._requested.done(request, requester)
+                self.queue.done(request, requester)
                 self._core.state.count("promotion_failed", len(request.keys), self._lack)
             if time.perf_counter() > end:
                 # What was tried found room, or the tier's next completion is another chance.
-                self._stalled = bool(self._lack)
+                self.stalled = bool(self._lack)
                 break
 
     def _load(self, request: PromotionRequest, requester: Requester) -> None:
@@ -341,9 +329,9 @@ class Promoter:
             self._ask_again(request.some(np.concatenate(called_off).tolist()), requester)
 
     def _ask_again(self, request: PromotionRequest, requester: Requester) -> None:
-        new = self._requested.fresh(request, requester)
+        new = self.queue.fresh(request, requester)
         if new is not None:
-            self._requested.add(new, requester)
+            self.queue.add(new, requester)
 
     def found_wrong(self, namespace: Namespace | None, kv_group: int, keys: list[bytes]) -> None:
         """Handle keys whose copies in the tier were corrupt, which it forgot."""
