@@ -16,10 +16,9 @@ from google.protobuf.message import DecodeError
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
-from kvhearth.model import I64, Tier
+from kvhearth.model import I64, Bools, Tier
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
-from kvhearth_server.core.few_commits import SingleCommit
 from kvhearth_server.core.groups import Group, SlotGrant
 from kvhearth_server.core.lookup import KeysItem, Presence
 from kvhearth_server.core.lower_tier import PromotionRequest
@@ -318,35 +317,36 @@ class Dispatcher:
     ) -> cache_pb2.CommitResponse | Awaitable[cache_pb2.CommitResponse]:
         engine, contract = self._engine, caller.contract
         few = few_commits(contract, request.groups)
-        if few is not None and (stored := _commit_few(engine, request.epoch, few, caller)):
-            self._used(caller, request, lookup=False)
-            bits = np.array(stored)
-            return cache_pb2.CommitResponse(
-                boot_id=engine.boot_id, stored=bitmaps([few[0].kv_group], [bits])
-            )
-        items = commit_items(contract, request.groups, caller.keys_max)
         hit("commit.before")
+        if few is not None and len(few) <= caller.keys_max:
+            commit_few, epoch = engine.core.writing.commit_few, request.epoch
+            stored = engine.call_deferred(commit_few, caller.group, caller.namespace, epoch, few)
+            if stored is not None:
+                self._used(caller, request, lookup=False)
+                return self._committed([few[0].kv_group], [np.array(stored)])
+        items = commit_items(contract, request.groups, caller.keys_max)
         commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
         engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
         self._used(caller, request, lookup=False)
-        return self._commit_more(commit, caller) if commit.unfinished else self._committed(commit)
+        if commit.unfinished:
+            return self._commit_more(commit)
+        return self._committed([item.kv_group for item in items], commit.stored)
 
-    async def _commit_more(self, commit: Commit, caller: CallContext) -> cache_pb2.CommitResponse:
+    async def _commit_more(self, commit: Commit) -> cache_pb2.CommitResponse:
         """Bind in portions, and serve others in between."""
         while commit.unfinished:
             await asyncio.sleep(0)
             hit("commit.between")
             self._engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
-        return self._committed(commit)
+        return self._committed([item.kv_group for item in commit.items], commit.stored)
 
-    def _committed(self, commit: Commit) -> cache_pb2.CommitResponse:
+    def _committed(
+        self, kv_groups: Sequence[int], stored: Sequence[Bools]
+    ) -> cache_pb2.CommitResponse:
         engine = self._engine
         hit("commit.after")
         engine.core.state.count("commits")
-        groups = [item.kv_group for item in commit.items]
-        return cache_pb2.CommitResponse(
-            boot_id=engine.boot_id, stored=bitmaps(groups, commit.stored)
-        )
+        return cache_pb2.CommitResponse(boot_id=engine.boot_id, stored=bitmaps(kv_groups, stored))
 
     def _abort(
         self, request: cache_pb2.AbortRequest, caller: CallContext
@@ -518,20 +518,3 @@ def _few(count: int, what: str) -> None:
         raise KVHearthError(
             Reason.TOO_MANY_KEYS, f"{count} {what} in one call, at most {IDS_PER_CALL_MAX}"
         )
-
-
-def _commit_few(
-    engine: Engine, epoch: int, few: list[SingleCommit], caller: CallContext
-) -> list[bool] | None:
-    """Commit a few blocks of as many chains; return None (no side effects) if the general path must
-    decide.
-    """
-    hit("commit.before")
-    commit = engine.core.writing.commit_few
-    stored = None
-    if len(few) <= caller.keys_max:
-        stored = engine.call_deferred(commit, caller.group, caller.namespace, epoch, few)
-    if stored is not None:
-        hit("commit.after")
-        engine.core.state.count("commits")
-    return stored
