@@ -151,9 +151,11 @@ def test_wrong_tokens_are_refused(far: RawSession, pair: tuple[Daemon, GatewayPr
 def test_another_connection_puts_after_a_break(far: RawSession) -> None:
     extents = far.reserve(1)
     payload = os.urandom(PAGE_BYTES)
-    far.data.sendall(far.put_frame(extents, bytes(PAGE_BYTES))[: -PAGE_BYTES // 2])
-    far.data.close()
+    cut = far.data
+    cut.sendall(far.put_frame(extents, bytes(PAGE_BYTES))[: -PAGE_BYTES // 2])
     far.data = far.open_data(far.welcome.token)
+    until(lambda: far.put(extents, payload) != [OK], "the cut put has begun")
+    cut.close()
     until(lambda: far.put(extents, payload) == [OK], "the cut put has ended")
     keys = keys_of(1)
     far.commit(keys, summed(extents, payload))
