@@ -116,7 +116,7 @@ class Post:
             epoch=self.epoch,
             lease_id=lease_id,
             portion=self.portion,
-            joins=self.joins and lease_id != 0,
+            joins=self.joins,
         )
         # The daemon must not take it for a lookup that came after the stores that follow it.
         request.age_us = min(round((time.monotonic() - self.asked_at) * 1e6), _AGE_US_MAX)
@@ -215,7 +215,8 @@ class MappedLeases:
         """
         with self._changed:
             lease = self._unheard.get(lease_id)
-            if lease is None or lease.told:
+            # The daemon counts hits of a request in portions by what it leases.
+            if lease is None or lease.told or lease.posts > 1:
                 return False
             self._remove(lease)
             return True

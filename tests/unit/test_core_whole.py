@@ -218,7 +218,7 @@ def test_a_slice_is_touched_as_its_slots_are() -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 128, 2000])
 def test_the_answer_where_all_is_there_is_as_any(count: int) -> None:
-    whole = Presence.of_whole(3, np.zeros(count, EXTENT_DTYPE))
+    whole = Presence.of_whole(3, count, np.zeros(count, EXTENT_DTYPE))
     other = whole._replace(present=whole.present.copy(), ready=whole.ready.copy())
     replies = [cache_pb2.LookupResponse() for _ in range(2)]
     for reply, one in zip(replies, (whole, other), strict=True):

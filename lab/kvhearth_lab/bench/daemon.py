@@ -20,7 +20,7 @@ from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import checksum_of
 from kvhearth.proto.v1 import cache_pb2
-from kvhearth.results import CommitGroup
+from kvhearth.results import CommitGroup, Lease
 from kvhearth.session.link import open_link
 from kvhearth.transports.base import HEARTBEAT, CacheTransport
 from kvhearth.url import parse_url
@@ -76,6 +76,14 @@ class Served(Daemon):
     def book_errors(self) -> list[str]:
         """Return what does not balance in the books."""
         return [error for error in [self.operator(DEADLINE_S).books().error] if error]
+
+    def wait_heard(self, lease: Lease | None) -> None:
+        """Wait until the daemon has heard of a lease that the mapped index gave."""
+        end = time.monotonic() + QUIET_S
+        while lease is not None and not lease.grant.heard:
+            if time.monotonic() > end:
+                raise broken("the daemon has not heard of a lease")
+            time.sleep(0.002)
 
     def wait_quiet(self) -> None:
         """Wait until all committed blocks are checksummed and all leases released, so that the next

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import I64, U8, U32, Bools, Records, Tier
+from kvhearth.model import EXTENT_DTYPE, I64, U8, U32, Bools, Records, Tier
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.holds import drop_lease, hold, hold_room, newly_held_bytes
 from kvhearth_server.core.lower_tier import PromotionRequest
@@ -132,14 +132,16 @@ class Presence(NamedTuple):
     extents: Records
 
     @classmethod
-    def of_whole(cls, kv_group: int, extents: Records) -> Presence:
-        """Make the answer for blocks of one shard each that are all present and leased."""
-        count = len(extents)
+    def of_whole(cls, kv_group: int, count: int, extents: Records) -> Presence:
+        """Make the answer for blocks of one shard each that are all ready; ``extents`` is empty if
+        none is leased.
+        """
         if count <= _SHARED:
             yes, in_dram = _YES[:count], _IN_DRAM[:count]
         else:
             yes, in_dram = np.ones(count, np.bool_), np.full(count, Tier.DRAM, np.uint8)
-        return cls(kv_group, yes, yes, yes, in_dram, extents)
+        leased = yes if len(extents) else np.zeros(count, np.bool_)
+        return cls(kv_group, yes, yes, leased, in_dram, extents)
 
 
 class Found(NamedTuple):
@@ -195,7 +197,8 @@ class PrefixFastPath:
     def lookup(
         self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
     ) -> Found | None:
-        """Lease the blocks of all keys, mark them as used and count the lookup.
+        """Lease the blocks of all keys unless ``lease_id`` is 0, mark them as used and count the
+        lookup.
 
         Returns None, with nothing changed, if the general path must decide.
         """
@@ -214,26 +217,31 @@ class PrefixFastPath:
         rows = found if isinstance(found, slice) else _each_once(found)
         if rows is None or not self._are_served(rows, count, namespace, kv_group):
             return None
-        if not self._hold(group, rows, count, state.slot_bytes(spec)):
+        if lease_id and not self._hold(group, rows, count, state.slot_bytes(spec)):
             return None
         self._mark_used(rows)
         tokens = count * spec.block_tokens
-        self._count(count, spec.page_bytes, tokens)
+        self._count(count, count if lease_id else 0, spec.page_bytes, tokens)
         namespace.traffic.hit_keys += count
         count_tokens(group, namespace, tokens, tokens)
-        if isinstance(found, slice):
+        if not lease_id:
+            extents = np.empty(0, EXTENT_DTYPE)
+        elif isinstance(found, slice):
             extents = table.extents_beside(found, spec.page_bytes)
         else:
             extents = table.extents(found, spec.page_bytes, summed=True)
-        group.leases[lease_id] = numbers(rows)
-        group.leased_at[lease_id] = now
-        return Found(lease_id, tokens, [Presence.of_whole(kv_group, extents)], None, [])
+        if lease_id:
+            group.leases[lease_id] = numbers(rows)
+            group.leased_at[lease_id] = now
+        return Found(lease_id, tokens, [Presence.of_whole(kv_group, count, extents)], None, [])
 
     def _may_lease(self, group: Group, lease_id: int, count: int) -> bool:
+        limits, books = self._state.limits, self._state.books[group.segment]
+        if not lease_id or count > limits.keys_max:
+            return count <= limits.keys_max
         if lease_id in group.leases or lease_id in group.released_early:
             return False
-        limits, books = self._state.limits, self._state.books[group.segment]
-        if count > limits.keys_max or len(group.leases) >= limits.leases_max:
+        if len(group.leases) >= limits.leases_max:
             return False
         return books.leased_slots + count <= limits.leased_slots_max
 
@@ -272,11 +280,11 @@ class PrefixFastPath:
         if state.writeback_queue.follows:
             state.writeback_queue.used(numbers(rows))
 
-    def _count(self, count: int, page_bytes: int, tokens: int) -> None:
+    def _count(self, count: int, leased: int, page_bytes: int, tokens: int) -> None:
         self._state.count_all(
             {
-                ("leased_keys", ""): count,
-                ("leased_bytes", ""): count * page_bytes,
+                ("leased_keys", ""): leased,
+                ("leased_bytes", ""): leased * page_bytes,
                 ("lookups", ""): 1,
                 ("lookup_keys", ""): count,
                 ("hit_keys", ""): count,
@@ -335,7 +343,7 @@ class Reading:
                 ``too_many_leases``, ``lease_exists``.
         """
         state = self._state
-        if lease_id and not joins and len(items) == 1:
+        if (lease_id or not portion) and not joins and len(items) == 1:
             found = self._prefix_path.lookup(session, epoch, items[0], lease_id, now)
             if found is not None:
                 return found

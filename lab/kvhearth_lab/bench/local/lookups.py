@@ -2,7 +2,7 @@
 
 The base of every ratio is the empty frame, measured right before each lookup. A lookup leases the
 blocks that it finds. Leases are released after a series, so that no release shares the daemon with
-a measured lookup.
+a measured lookup, and once the daemon has heard of them, so that no posted lookup does.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Lookups:
                 lookups.append(seconds)
                 leases.append(found.lease)
             for lease in leases:
+                self.daemon.wait_heard(lease)
                 self.client.release(lease)
             self.daemon.wait_quiet()
         return Series(framed[:count], lookups[:count])
