@@ -195,7 +195,7 @@ class MappedLeases:
                 lease.size += len(one.extents) * self._slot_bytes[group]
             if lease.size + self._unheard_bytes > table.room_bytes // 2:
                 return False
-            if self._asks_until and time.monotonic() < self._asks_until:
+            if time.monotonic() < self._asks_until:
                 return False
             self._unheard[lease.id] = lease
             self._unheard_bytes += lease.size

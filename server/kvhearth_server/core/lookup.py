@@ -237,8 +237,10 @@ class PrefixFastPath:
 
     def _may_lease(self, group: Group, lease_id: int, count: int) -> bool:
         limits, books = self._state.limits, self._state.books[group.segment]
-        if not lease_id or count > limits.keys_max:
-            return count <= limits.keys_max
+        if count > limits.keys_max:
+            return False
+        if not lease_id:
+            return True
         if lease_id in group.leases or lease_id in group.released_early:
             return False
         if len(group.leases) >= limits.leases_max:
