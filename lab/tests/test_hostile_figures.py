@@ -42,6 +42,8 @@ def test_calls() -> None:
         ({"under": Calls(100, 1, 5.0, 80)}, []),  # 5 x the least idle p99, not 8 x the measured
         ({"under": Calls(100, 1, 5.1, 80)}, ["p99"]),
         ({"idle": Calls(100, 1, 4.0, 9), "under": Calls(100, 1, 19.9, 80)}, []),
+        ({"under": Calls(100, 1, 5.1, 80), "floods": True}, []),
+        ({"under": Calls(), "floods": True}, ["p99"]),
         ({"under": Calls()}, ["p99"]),  # no call at all is no good figure
         ({"late": 1}, ["deadline"]),
         ({"errors": {"load: deadline": 1}}, ["errors"]),

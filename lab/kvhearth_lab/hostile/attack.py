@@ -111,6 +111,8 @@ class Attack:
         settle_s: longest time until memory and descriptors are back.
         arena: whether the daemon's arena is in files, so that it has a durable catalogue.
         gateway: whether the daemon has a gateway; the good clients then use it, too.
+        floods: whether it takes the loop's time with work on many connections. Nothing divides that
+            time among peers: the good client's p99 is told, but only its deadlines count.
     """
 
     name: ClassVar[str] = ""
@@ -123,6 +125,7 @@ class Attack:
     settle_s: ClassVar[float] = 10.0
     arena: ClassVar[bool] = False
     gateway: ClassVar[bool] = False
+    floods: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._attackers: list[Attacker] = []

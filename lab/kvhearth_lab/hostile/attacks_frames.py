@@ -121,6 +121,7 @@ class Crowded(Attack):
     """The same call on all connections of a session, again as soon as it is answered."""
 
     pause_s = 0.001
+    floods = True
 
     def call(self, session: Session, number: int) -> bytes:
         """Return the next frame of a connection."""
@@ -175,6 +176,7 @@ class PipelinedCalls(Attack):
     name = "pipelined_calls"
     help = "tenant a sends 2,000 heartbeats ahead on each of 64 connections"
     pause_s = 0.01
+    floods = True
 
     def run(self, target: Target, number: int) -> Iterator[None]:
         calls = frame(frames.METHODS["Heartbeat"], b"") * 2000
@@ -213,6 +215,7 @@ class UnreadReplies(Attack):
     name = "unread_replies"
     help = "tenant a never reads the replies to its lookups on 64 connections of each of 3 sessions"
     pause_s = 0.02
+    floods = True
     sessions: ClassVar[int] = 3
 
     def run(self, target: Target, number: int) -> Iterator[None]:

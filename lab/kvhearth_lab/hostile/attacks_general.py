@@ -516,6 +516,7 @@ class SlowFrames(Attack):
     name = "slow_frames"
     help = "tenant a sends lookups on 60 connections and never reads an answer"
     pause_s = 0.005
+    floods = True
     connections: ClassVar[int] = 60
 
     def run(self, target: Target, number: int) -> Iterator[None]:
@@ -531,6 +532,7 @@ class SlowHttp(Attack):
     help = "nobody asks for /metrics on 60 connections and never reads an answer"
     who = NOBODY
     pause_s = 0.005
+    floods = True
     connections: ClassVar[int] = 60
 
     def run(self, target: Target, number: int) -> Iterator[None]:

@@ -20,6 +20,7 @@ class HttpFlood(Attack):
 
     who = NOBODY
     pause_s = 0.002
+    floods = True
     connections: ClassVar[int] = 200
     path: ClassVar[str] = "/metrics"
 
@@ -29,12 +30,12 @@ class HttpFlood(Attack):
             poll, lines = select.poll(), dict[int, socket.socket]()
             undo.callback(_close, lines)
             while True:
-                while len(lines) < self.connections:
-                    line = socket.create_connection(target.http_address, _CONNECT_S)
-                    lines[line.fileno()] = line
-                    poll.register(line, select.POLLIN)
-                    line.setblocking(False)
-                    with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # as many as the daemon takes now
+                    while len(lines) < self.connections:
+                        line = socket.create_connection(target.http_address, _CONNECT_S)
+                        lines[line.fileno()] = line
+                        poll.register(line, select.POLLIN)
+                        line.setblocking(False)
                         line.send(request)
                 for descriptor, _ in poll.poll(_TURN_S * 1000):
                     if not _again(lines[descriptor], request):

@@ -225,7 +225,7 @@ class Stage:
 
     def measure(self, attack: Attack, seconds: float) -> Row:
         """Run one attack between two quiet times; the daemon may be dead afterwards."""
-        row = Row(attack.name)
+        row = Row(attack.name, attack.floods)
         begin = time.monotonic()
         time.sleep(max(IDLE_S_LEAST, IDLE_SHARE * seconds))
         quiet = time.monotonic()
