@@ -6,6 +6,11 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
+_AT_ONCE = 16
+"""Connections accepted in one cycle of the loop: with one, those of a burst would wait long for
+each other, and with all, nothing else would run.
+"""
+
 
 async def accept_forever(
     listener: socket.socket,
@@ -20,7 +25,7 @@ async def accept_forever(
         cannot: hears of a failure, out of descriptors most likely; returns the pause after it, in
             seconds.
     """
-    loop = asyncio.get_running_loop()
+    loop, accepted = asyncio.get_running_loop(), 0
     while True:
         try:
             connection, _ = await loop.sock_accept(listener)
@@ -29,5 +34,6 @@ async def accept_forever(
             continue
         connection.setblocking(False)
         await made(connection)
-        # Accepting does not wait while peers queue up: without this nothing else would run.
-        await asyncio.sleep(0)
+        accepted += 1
+        if accepted % _AT_ONCE == 0:
+            await asyncio.sleep(0)

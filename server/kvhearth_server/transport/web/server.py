@@ -32,7 +32,8 @@ _KEEP_ALIVE_S = 15
 _HANDSHAKE_S = 5.0
 _TICK_S = 1.0
 _ACCEPT_AGAIN_S = 0.05
-_BACKLOG = 128
+_BACKLOG = 1024
+"""Connections that wait to be accepted; the kernel lets those beyond it wait a second."""
 _troubles = LimitedLog(get_logger("kvhearth.http"))
 
 
