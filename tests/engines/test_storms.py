@@ -29,6 +29,8 @@ from support.daemon import Daemon, free_port, running_daemon, until
 ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "4"))
 REQUESTS = 30
 """Requests of one round; 34 rounds make the thousand of the requirement."""
+LINES = 8
+"""Connections that a client may open beyond those of its first rounds."""
 LOADED = "vllm:kvhearth_load_bytes"
 SEED = int(os.environ.get("KVHEARTH_STORM_SEED", "5"))
 
@@ -102,7 +104,9 @@ def test_abort_storm(engine: Engine, daemon: Daemon, reference: Reference) -> No
     all_same(engine.generate(*texts, tokens=12), expected, "after")
     engine.reset()
     wait_settled(daemon)
-    until(lambda: descriptors(engine) <= opened, f"{opened} descriptors", 30.0)
+    # A client opens lines as it needs them, but what each abort leaked would be dozens.
+    most = opened + LINES
+    until(lambda: descriptors(engine) <= most, f"{most} descriptors", 30.0)
 
 
 @pytest.fixture
