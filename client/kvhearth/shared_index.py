@@ -115,6 +115,7 @@ class Post:
         request = pb.LookupRequest(
             epoch=self.epoch,
             lease_id=lease_id,
+            released=self.lease is not None and not lease_id,
             portion=self.portion,
             joins=self.joins,
         )

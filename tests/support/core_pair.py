@@ -42,7 +42,7 @@ class Pair:
         self.session, _ = (each.attach(made) for each in (self.short, self.long))
         self._key_count = key_count
         self.long.core.writing._few.commit = lambda *args: None  # type: ignore[method-assign]
-        self.long.core.reading._prefix_path.lookup = lambda *args: None  # type: ignore[method-assign]
+        self.long.core.reading._prefix_path.lookup = lambda *args, **_: None  # type: ignore[method-assign]
 
     def do(self, step: tuple[Any, ...]) -> None:
         """Run a step on both cores, and compare answers and resulting states."""

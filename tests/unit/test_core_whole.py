@@ -67,8 +67,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Found | None]:
     answers: list[Found | None] = []
     lookup = PrefixFastPath.lookup
 
-    def note(self: PrefixFastPath, *args: Any) -> Found | None:
-        answers.append(lookup(self, *args))
+    def note(self: PrefixFastPath, *args: Any, **named: Any) -> Found | None:
+        answers.append(lookup(self, *args, **named))
         return answers[-1]
 
     monkeypatch.setattr(PrefixFastPath, "lookup", note)

@@ -143,7 +143,7 @@ def _everything(*, short: bool) -> Any:
         patch.setattr(recovery.time, "time", lambda: 1e9)  # a cold start's epoch is the time
         if not short:
             patch.setattr(decisions_module, "few_commits", lambda *args: None)
-            patch.setattr(PrefixFastPath, "lookup", lambda *args: None)
+            patch.setattr(PrefixFastPath, "lookup", lambda *args, **_: None)
         desk, seen = Desk(), list[Any]()
         for request in _commits(desk):
             seen.append((str(desk.ask("Commit", request)), desk.picture()))

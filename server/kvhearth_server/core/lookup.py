@@ -195,10 +195,17 @@ class PrefixFastPath:
         self._state = state
 
     def lookup(
-        self, session: int, epoch: int, item: KeysItem, lease_id: int, now: float
+        self,
+        session: int,
+        epoch: int,
+        item: KeysItem,
+        lease_id: int,
+        now: float,
+        *,
+        released: bool = False,
     ) -> Found | None:
         """Lease the blocks of all keys unless ``lease_id`` is 0, mark them as used and count the
-        lookup.
+        lookup, with a lease that was ``released`` already.
 
         Returns None, with nothing changed, if the general path must decide.
         """
@@ -221,7 +228,7 @@ class PrefixFastPath:
             return None
         self._mark_used(rows)
         tokens = count * spec.block_tokens
-        self._count(count, count if lease_id else 0, spec.page_bytes, tokens)
+        self._count(count, count if lease_id or released else 0, spec.page_bytes, tokens)
         namespace.traffic.hit_keys += count
         count_tokens(group, namespace, tokens, tokens)
         if not lease_id:
@@ -331,6 +338,7 @@ class Reading:
         now: float = 0.0,
         portion: bool = False,
         joins: bool = False,
+        released: bool = False,
     ) -> Found:
         """Find present blocks and the longest hit, and lease the blocks that a load of it needs.
 
@@ -339,6 +347,7 @@ class Reading:
             now: time from which the lease's age is counted.
             portion: the keys are some of a request's, of one group.
             joins: what is leased joins the lease, which exists unless it was released.
+            released: without ``lease_id``; a lease began and ended earlier, and is counted.
 
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``too_many_keys``,
@@ -346,7 +355,9 @@ class Reading:
         """
         state = self._state
         if (lease_id or not portion) and not joins and len(items) == 1:
-            found = self._prefix_path.lookup(session, epoch, items[0], lease_id, now)
+            found = self._prefix_path.lookup(
+                session, epoch, items[0], lease_id, now, released=released
+            )
             if found is not None:
                 return found
         group, namespace, seen = self._resolve(session, epoch, items)
@@ -371,11 +382,9 @@ class Reading:
                 group.leases.join(lease_id, slots)
             else:
                 group.leases[lease_id], group.leased_at[lease_id] = slots, now
-            state.count("leased_keys", sum(need.stop - need.start for need in needs))
-            pages = [one.spec.page_bytes for one in seen]
-            extents = [len(one.extents) for one in groups]
-            state.count("leased_bytes", sum(map(int.__mul__, extents, pages)))
             granted = lease_id
+        if granted or (released and hit):
+            self._count_leased(seen, needs)
         state.count("lookups")
         self._count_keys(namespace.traffic, seen)
         self._count_tokens(group, namespace, seen, hit, lease_id if portion else None)
@@ -495,6 +504,12 @@ class Reading:
         kinds = {one.kv_group for one in seen}
         require(len(kinds) == len(seen), Reason.BAD_GROUP, "a group is asked for twice in one call")
         return group, namespace, seen
+
+    def _count_leased(self, seen: list[_Seen], needs: list[slice]) -> None:
+        for one, need in zip(seen, needs, strict=True):
+            count, spec = need.stop - need.start, one.spec
+            self._state.count("leased_keys", count)
+            self._state.count("leased_bytes", count * spec.shards * spec.page_bytes)
 
     def _count_keys(self, traffic: Traffic, seen: list[_Seen]) -> None:
         """Count each requested key as a hit, or as a miss for one reason."""

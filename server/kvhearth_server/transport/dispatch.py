@@ -193,6 +193,7 @@ class Dispatcher:
             now=engine.now(),
             portion=request.portion,
             joins=request.joins,
+            released=request.released,
         )
         reply = cache_pb2.LookupResponse(
             boot_id=engine.boot_id,

@@ -89,6 +89,7 @@ class LookupRequest(google.protobuf.message.Message):
     AGE_US_FIELD_NUMBER: builtins.int
     PORTION_FIELD_NUMBER: builtins.int
     JOINS_FIELD_NUMBER: builtins.int
+    RELEASED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """The weights epoch that the engine runs with."""
     lease_id: builtins.int
@@ -104,6 +105,8 @@ class LookupRequest(google.protobuf.message.Message):
     """These are some of a request's keys, of one group. The others travel in lookups of their own."""
     joins: builtins.bool
     """The lease exists, and what is leased joins it; nothing is leased once it was released."""
+    released: builtins.bool
+    """A lease of what is found began and ended before the daemon heard of it: it is counted, and nothing is held."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -117,8 +120,9 @@ class LookupRequest(google.protobuf.message.Message):
         age_us: builtins.int = ...,
         portion: builtins.bool = ...,
         joins: builtins.bool = ...,
+        released: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "joins", b"joins", "lease_id", b"lease_id", "portion", b"portion", "prefetch", b"prefetch", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "epoch", b"epoch", "groups", b"groups", "joins", b"joins", "lease_id", b"lease_id", "portion", b"portion", "prefetch", b"prefetch", "released", b"released", "wait_us", b"wait_us"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
