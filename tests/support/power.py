@@ -18,11 +18,14 @@ class Drive:
     Attributes:
         moments: contents after a power cut right before each sync, if ``watched``.
         broken: syncs of files fail.
+        awake: no sync ends while it is clear.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, *, watched: bool = False) -> None:
         self.moments: list[dict[str, bytes]] = []
         self.broken = False
+        self.awake = threading.Event()
+        self.awake.set()
         self._folder, self._watched = folder, watched
         self._names: dict[str, int] = {}
         self._bytes: dict[int, bytes] = {}
@@ -54,6 +57,7 @@ class Drive:
             os.close(self._held.pop())
 
     def _sync(self, fd: int) -> None:
+        self.awake.wait()
         with self._lock:
             if self._watched:
                 self.moments += [self.cut(), self.cut(all_names=True)]

@@ -105,6 +105,22 @@ def test_an_epoch_is_durable_once_it_is_confirmed(
     drive.broken = False
 
 
+def test_an_epoch_is_not_confirmed_while_the_drive_is_busy(drive: Drive, folder: Path) -> None:
+    async def scenario() -> None:
+        store = epochs_in(folder)
+        drive.awake.clear()
+        store.write(CONTENT, [])
+        confirmed = asyncio.ensure_future(store.confirm())
+        await asyncio.sleep(0)
+        assert not confirmed.done()
+        assert FILE_NAME not in drive.cut()
+        drive.awake.set()
+        await confirmed
+        assert FILE_NAME in drive.cut()
+
+    asyncio.run(scenario())
+
+
 def test_a_fleets_key_is_on_the_drive_once_it_is_told(drive: Drive, folder: Path) -> None:
     init_key(folder / "key")
     assert drive.cut(all_names=True)["key"] == (folder / "key").read_bytes() != b""
