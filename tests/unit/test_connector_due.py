@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +12,6 @@ from hypothesis import strategies as st
 from kvhearth.connectors.core.engine import Step
 from kvhearth.connectors.core.load_tracker import RequestState
 from kvhearth.connectors.core.requests import DueRequests
-from kvhearth.connectors.core.step_metadata import RankStored
-from kvhearth.connectors.core.store_tracker import StorePart
-from kvhearth.model import EXTENT_DTYPE
-from kvhearth.transfer.slot_pool import Slots
 
 BLOCK = 8
 
@@ -138,37 +133,3 @@ def test_a_request_that_waits_for_its_load_is_examined_after_it() -> None:
     assert due.take(Step(0, {}), lambda _: None, lambda: True) == []
     one.loading = False
     assert due.take(Step(1, {"one": 1}), lambda _: None, lambda: True) == [one]
-
-
-def part_of(failed: list[int]) -> StorePart:
-    """Six blocks of three chains on one rank, some of whose copies failed."""
-    extents = np.zeros((6, 1), EXTENT_DTYPE)
-    extents["slot"][:, 0] = range(10, 16)
-    part = StorePart(
-        [bytes([number]) * 32 for number in range(6)],
-        list(range(1, 7)),
-        [(0, b"a" * 32), (1, b""), (3, b"c" * 32)],
-        [Slots("boot", "session", extents[:2]), Slots("boot", "session", extents[2:])],
-    )
-    assert part.complete().pages.tolist() == [1, 2, 3, 4, 5, 6]
-    ok, sums = np.ones(6, np.bool_), np.arange(96, dtype=np.uint8).reshape(6, 16)
-    ok[failed] = False
-    part.outcomes.append((0, RankStored(0, np.arange(6), ok, sums)))
-    return part
-
-
-def test_blocks_whose_copies_failed_leave_the_other_chains_whole() -> None:
-    good, sums = (part := part_of([0, 4])).results()
-    commit = part.commit_of(good, sums)
-    assert [key[0] for key in commit.keys] == [1, 2, 3, 5]
-    assert commit.extents["slot"].reshape(-1).tolist() == [11, 12, 13, 15]
-    assert list(commit.chains) == [(0, b""), (2, b"c" * 32)]
-    assert commit.checksums is not None
-    assert commit.checksums[:, 0, 0].tolist() == [16, 32, 48, 80]
-
-
-def test_a_rank_that_did_not_report_fails_all_blocks() -> None:
-    part = part_of([])
-    part.outcomes.clear()
-    good, _ = part.results()
-    assert not good.any()
