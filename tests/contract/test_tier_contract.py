@@ -22,6 +22,7 @@ from support.tiers import (
     key_of,
     keys_of,
     settings,
+    spoil,
 )
 
 from kvhearth_server.tiers.base import (
@@ -129,6 +130,31 @@ def drive(tier: Counting, arena: Arena) -> Iterator[Desk]:
 def test_what_was_stored_is_loaded(desk: Desk) -> None:
     assert desk.store(range(8)).rows(Done).tolist() == list(range(8))
     assert desk.load(range(8)).rows(Done).tolist() == list(range(8))
+
+
+def flip(tier: Tier, key: bytes) -> None:
+    """Flip a bit of a stored block."""
+    if isinstance(tier, Counting):
+        flip(tier.inner, key)
+    elif isinstance(tier, TierChain):
+        flip(tier._tiers[0], key)
+    elif isinstance(tier, SsdTier):
+        assert sum(spoil(place.path, key) for place in tier.settings.places) == 1
+    elif isinstance(tier, RemoteTier):
+        assert isinstance(tier.mover, ScriptedMover)
+        [value] = [value for name, value in tier.mover.values.items() if name[1] == key]
+        value.content = bytes([value.content[0] ^ 1]) + value.content[1:]
+    else:
+        assert isinstance(tier, DramTier)
+        tier._blocks[NAMESPACE, 0, key].content[0, 0] ^= 1
+
+
+def test_a_flipped_bit_is_never_served(desk: Desk) -> None:
+    desk.store_all(range(4))
+    flip(desk.tier, key_of(2))
+    done = desk.load(range(4))
+    assert done.rows(Done).tolist() == [0, 1, 3]
+    assert done.rows(Corrupt).tolist() == [2]
 
 
 def test_what_was_not_stored_is_missing(desk: Desk) -> None:
