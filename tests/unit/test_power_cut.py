@@ -15,7 +15,7 @@ from kvhearth_server.engine.epoch_store import FILE_NAME, EpochStore
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.ownership import replace_file
-from kvhearth_server.tiers.base import Done
+from kvhearth_server.tiers.base import Done, Failed
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import DirectoryHead, parse_directory_page
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, Ownership, own
@@ -84,6 +84,15 @@ def test_a_flushed_store_is_durable_once_it_is_done(
         later = drive.cut_to(tmp_path / "later")
     with Opened(later) as desk:
         assert len(desk.load(range(8)).rows(Done)) == 8
+
+
+def test_a_store_whose_flush_fails_is_not_done(drive: Drive, folder: Path) -> None:
+    with Opened(folder, flush=True, interface="threads") as desk:
+        desk.store_all(range(4))
+        drive.broken = True
+        assert len(desk.store(range(4, 8)).rows(Failed)) == 4
+        drive.broken = False
+        assert desk.load(range(8)).rows(Done).tolist() == [0, 1, 2, 3]
 
 
 def epochs_in(folder: Path) -> EpochStore:
