@@ -5,6 +5,7 @@ readable.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -85,3 +86,9 @@ def test_another_version_is_told_from_damage() -> None:
     other["version"] = 3
     MADE.seal(other)
     assert list(doubts_of(other, HEAD, HEAD.segment_bytes)) == [Doubt.VERSION]
+
+
+def test_a_footer_of_another_log_or_an_earlier_life_is_not_believed() -> None:
+    tail = page("ssd_footer_page")
+    assert footer_of(tail, replace(HEAD, log_id=HEAD.log_id ^ 1)) is Doubt.FOREIGN
+    assert footer_of(tail, replace(HEAD, sequence=HEAD.sequence + 1)) is None

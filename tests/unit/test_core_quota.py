@@ -77,3 +77,13 @@ def test_all_groups_of_a_namespace_share_it() -> None:
     rig.take(one, 7)
     reserved = rig.reserve(other, 10)
     assert (reserved.short, len(reserved.handed[0].slots)) == (Reason.QUOTA_EXCEEDED, 3)
+
+
+def test_nothing_is_reserved_beside_a_quota_of_leased_blocks() -> None:
+    rig = rig_of()
+    session = rig.attach()
+    fill(rig, session)
+    assert rig.lookup(session, keys(*range(QUOTA)), lease_id=1).hit_tokens == QUOTA * 16
+    with refused(Reason.QUOTA_EXCEEDED):
+        rig.reserve(session, 1)
+    assert space_of(rig, session).used_bytes == QUOTA * PAGE

@@ -115,8 +115,10 @@ def test_nothing_changes_where_one_slot_is_not_held() -> None:
     group = rig.group(session)
     namespace, epoch = rig.state.namespaces.get(group.namespace), rig.epoch(session)
     good, bad = ones_of(item)
+    slots, generations = rig.take(rig.attach(engine_id="other"), 1)
     commit_few = rig.core.writing.commit_few
     for broken in (
+        bad._replace(slot=slots.item(), generation=generations.item()),
         bad._replace(generation=bad.generation + 1),
         bad._replace(slot=good.slot, generation=good.generation),
         bad._replace(parent=b"short"),

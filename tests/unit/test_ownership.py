@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.wire.handshake import Hello
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES, EpochStore
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.ownership import foreign, read_own, read_secret, socket_mask
 from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 from kvhearth_server.tiers.ssd.files import Files
+from kvhearth_server.transport.attach import Admission, Tenancy
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o1755])
@@ -122,3 +125,18 @@ def test_huge_namespaces_are_not_read(tmp_path: Path) -> None:
     with (tmp_path / NAMESPACES_NAME).open("wb") as file:
         file.truncate(RESERVE_BYTES + 1)
     assert EpochStore([tmp_path], Counters(COUNTERS), 5.0).read() is None
+
+
+@pytest.mark.parametrize(
+    ("uid", "tenant", "admitted"),
+    [(1, "", "a"), (9, "b", "b"), (1, "b", None), (1, "a", None), (3, "", None), (9, "c", None)],
+)
+def test_only_a_gateway_speaks_for_a_tenant(uid: int, tenant: str, admitted: str | None) -> None:
+    admission = Admission([Tenancy("a", (1,)), Tenancy("b", (2,))], gateway_uids=(9,))
+    hello = Hello(1, "engine", "{}", scheduler=True, rank=0, tenant=tenant)
+    if admitted is not None:
+        assert admission.tenant(uid, hello) == admitted
+        return
+    with pytest.raises(KVHearthError) as refused:
+        admission.tenant(uid, hello)
+    assert refused.value.reason is Reason.PEER_NOT_ALLOWED

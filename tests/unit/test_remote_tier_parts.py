@@ -18,6 +18,7 @@ from kvhearth_server.tiers.remote.limits import (
     Breaker,
     Limits,
 )
+from kvhearth_server.tiers.remote.names import space_name
 
 
 @pytest.mark.parametrize("before", [0, 1, 30])
@@ -138,3 +139,11 @@ def test_each_bound_holds_a_store_back() -> None:
     assert bounds.held_back(10.0) is None
     bounds.take(1, 300, 10.0)
     assert bounds.held_back(10.0) == Throttled(Refusal.RATE, 2.001)
+
+
+def test_each_part_of_a_space_is_in_its_name() -> None:
+    parts = (b"k" * 32, "tenant", "{}", "label", 0)
+    others = (b"l" * 32, "other", "[]", "other", 1)
+    changed = [(*parts[:at], other, *parts[at + 1 :]) for at, other in enumerate(others)]
+    names = [space_name(*each) for each in (parts, *changed)]
+    assert len(set(names)) == len(names)

@@ -14,7 +14,7 @@ from support.core_kit import contract, full, key, mamba
 from support.core_shell import Shell
 
 from kvhearth.contract import Contract
-from kvhearth.errors import KVHearthError
+from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire import frames
@@ -202,3 +202,12 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
         ours.close()
 
     asyncio.run(scenario())
+
+
+def test_only_the_scheduler_decides() -> None:
+    desk = Desk(contract(full(shards=2), tensor_parallel=2))
+    request = cache_pb2.LookupRequest(epoch=desk.epoch)
+    assert isinstance(desk.ask("Lookup", request), cache_pb2.LookupResponse)
+    desk.session = desk.attached[1].session
+    reason, _ = desk.ask("Lookup", request)
+    assert reason is Reason.NOT_SCHEDULER
