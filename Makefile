@@ -11,7 +11,7 @@ ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help remotes setup run test test-all test-lab test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -48,6 +48,9 @@ test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daem
 
 test-lab: $(VENV)/.ready ## tests of the benches, of the attackers, of the fault injection and of the GPU kit
 	$(BIN)/pytest lab/tests $(TEST_ARGS)
+
+mutate: $(VENV)/.ready ## plants defects of the product one at a time and tells which tests notice; a quarter of an hour; MUTATE_ARGS='--only NAME'
+	$(BIN)/python lab/mutate/run.py $(MUTATE_ARGS)
 
 test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: SeaweedFS, rclone, Valkey, Redis, Mooncake
 	$(BIN)/pytest -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
