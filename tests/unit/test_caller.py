@@ -60,6 +60,7 @@ class Line:
         self.boot_id = "b"
         self.is_warm, self.living = has_connection, living
         self.fails: Reason | None = None
+        self.answers_as = "b"
         self.asked = self.called = 0
         self.lost: list[object] = []
 
@@ -78,7 +79,7 @@ class Line:
         self.called += 1
         if self.fails is not None:
             raise KVHearthError(self.fails, "as the test says")
-        return pb.LookupResponse(boot_id=self.boot_id)
+        return pb.LookupResponse(boot_id=self.answers_as)
 
 
 def caller_of(line: Line, *, decides: bool = True) -> Caller:
@@ -123,6 +124,13 @@ def test_a_daemon_that_lives_is_taken_at_its_word(fails: Reason, lost: int) -> N
     line.fails = fails
     assert refused(lambda: ask(caller_of(line))).reason is fails
     assert len(line.lost) == lost
+
+
+def test_the_answer_of_another_daemon_is_not_taken() -> None:
+    line = Line()
+    line.answers_as = "c"
+    assert refused(lambda: ask(caller_of(line))).reason is Reason.STALE_BOOT
+    assert len(line.lost) == 1
 
 
 def test_only_who_decides_has_a_link() -> None:

@@ -132,4 +132,4 @@ def test_an_epoch_is_not_confirmed_while_the_drive_is_busy(drive: Drive, folder:
 
 def test_a_fleets_key_is_on_the_drive_once_it_is_told(drive: Drive, folder: Path) -> None:
     init_key(folder / "key")
-    assert drive.cut(all_names=True)["key"] == (folder / "key").read_bytes() != b""
+    assert drive.cut()["key"] == (folder / "key").read_bytes() != b""

@@ -111,6 +111,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "model": lambda c: setattr(c.model_config, "model", "org/other"),
     "revision": lambda c: setattr(c.model_config, "revision", COMMIT[::-1]),
     "quantization": lambda c: setattr(c.model_config, "quantization", "fp8"),
+    "how": lambda c: setattr(c.model_config, "quantization_config", {"bits": 4}),
     "dtype": lambda c: setattr(c.model_config, "dtype", "torch.float32"),
     "rope": lambda c: setattr(c.model_config.hf_config, "to_dict", lambda: {"rope_theta": 1e6}),
     "overrides": lambda c: setattr(c.model_config, "hf_overrides", {"rope_theta": 5e5}),

@@ -18,6 +18,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli.output import AsJson, Config, flag, note, parsed, say, size, table, wrong
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.config.value_types import parse_duration_s
+from kvhearth_server.ownership import sync_directory
 from kvhearth_server.tiers.base import Done
 from kvhearth_server.tiers.remote.helper.__main__ import open_driver
 from kvhearth_server.tiers.remote.helper.drivers.base import Driver, Listed, Refused
@@ -198,6 +199,7 @@ def init_key(
             file.write(key + "\n")
             file.flush()
             os.fsync(descriptor)
+        sync_directory(path.absolute().parent)
     except FileExistsError:
         message = "exists; a fleet has one key: copy it to the other hosts, and make no new one"
         raise wrong(f"{path} {message}") from None
