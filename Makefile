@@ -49,7 +49,7 @@ test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daem
 test-lab: $(VENV)/.ready ## tests of the benches, of the attackers, of the fault injection and of the GPU kit
 	$(BIN)/pytest lab/tests $(TEST_ARGS)
 
-mutate: $(VENV)/.ready ## plants defects of the product one at a time and tells which tests notice; a quarter of an hour; MUTATE_ARGS='--only NAME'
+mutate: $(VENV)/.ready ## plants defects of the product one at a time and tells which tests notice; ten minutes; MUTATE_ARGS='--only NAME'
 	$(BIN)/python lab/mutate/run.py $(MUTATE_ARGS)
 
 test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: SeaweedFS, rclone, Valkey, Redis, Mooncake

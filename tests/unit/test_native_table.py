@@ -62,7 +62,11 @@ def test_without_a_mask_the_search_ends_at_the_first_hole() -> None:
 def test_a_new_generation_voids_an_entry_and_a_new_put_renews_it() -> None:
     rig, keys = Rig(64), names(8)
     rig.put(keys, [[number] for number in range(8)])
+    _, before = rig.find(keys)
+    assert rig.table.intact(before)
     rig.generations[FIRST + 3] += 1
+    assert not rig.table.intact(before)
+    assert rig.table.intact(before[:3])
     assert np.flatnonzero(~rig.find(keys)[0]).tolist() == [3]
     rig.put(names(1, 50), [[3]])
     found, extents = rig.find([*keys, *names(1, 50)])
