@@ -12,6 +12,7 @@ from hypothesis import Phase, settings
 from support.daemon import Daemon, running_daemon
 from support.native import without_native
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on
+from support.scripted_clock import ScriptedClock, scripted_clock
 
 from kvhearth import native as native_module
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
@@ -66,6 +67,13 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removes settings from the environment."""
     for name in [each for each in os.environ if each.startswith("KVHEARTH_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def clock() -> Iterator[ScriptedClock]:
+    """A clock that moves on when all threads wait."""
+    with scripted_clock() as clock:
+        yield clock
 
 
 @pytest.fixture

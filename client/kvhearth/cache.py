@@ -13,7 +13,6 @@ import operator
 import os
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -224,7 +223,7 @@ class Cache:
         self._spec = client.contract.groups[_GROUP]
         batch_blocks = max(batch_bytes // self._spec.engine_bytes, 1)
         self._batch_blocks = min(batch_blocks, RESERVE_BLOCKS_MAX)
-        self._patience = _Patience(store_wait_s)
+        self._patience = _Patience(store_wait_s, client.clock.now())
         self._copiers = copiers
         self._pools: dict[str, CopierPool] = {}
         self._pools_lock = threading.Lock()
@@ -294,20 +293,20 @@ class Cache:
         lanes = (self._stores, self._loads)
         if self._stores.foreign:
             return True
-        until = time.monotonic() + deadline_s
+        until = self.client.clock.now() + deadline_s
         for lane in lanes:
             lane.close()
         if not all(lane.wait_idle(until) for lane in lanes):
             for lane in lanes:
                 lane.close(give_up=True)
-            until = time.monotonic() + _GIVE_UP_S
+            until = self.client.clock.now() + _GIVE_UP_S
             if not all(lane.wait_idle(until) for lane in lanes):
                 return False
-        until = max(until, time.monotonic() + _GIVE_UP_S)
+        until = max(until, self.client.clock.now() + _GIVE_UP_S)
         ended = self._stores.stop(until) & self._loads.stop(until)
         for pool in self._pools.values():
-            ended &= pool.close(max(until - time.monotonic(), 0.0))
-        return self.client.close(max(until - time.monotonic(), 0.0)) and ended
+            ended &= pool.close(max(until - self.client.clock.now(), 0.0))
+        return self.client.close(max(until - self.client.clock.now(), 0.0)) and ended
 
     def __enter__(self) -> Cache:
         return self
@@ -410,19 +409,18 @@ def _run(copier: Copier, kind: CopyKind, boot_id: str, pages: I64, extents: Reco
 class _Patience:
     """Time that stores wait for memory; used by one thread."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, wait_s: float, now: float) -> None:
         self._wait_s = wait_s
         self._granted_at = -math.inf
-        self._silent_since: float | None = time.monotonic()
+        self._silent_since: float | None = now
 
-    def granted(self) -> None:
+    def granted(self, now: float) -> None:
         """Record that a store got memory."""
         self._silent_since = None
-        self._granted_at = time.monotonic()
+        self._granted_at = now
 
-    def is_over(self, submitted_at: float, *, answered: bool) -> bool:
+    def is_over(self, submitted_at: float, now: float, *, answered: bool) -> bool:
         """Return whether a store that was not granted any should give up."""
-        now = time.monotonic()
         if answered:
             self._silent_since = None
         elif self._silent_since is None:
@@ -437,9 +435,10 @@ class _Copies(Job[ResultT]):
     """The common part of stores and loads."""
 
     def __init__(self, cache: Cache, keys: tuple[bytes, ...], source: Source, lane: Lane) -> None:
-        super().__init__(len(keys))
+        super().__init__(len(keys), cache.client.clock.now())
         self.cache = cache
         self.client = cache.client
+        self.clock = cache.client.clock
         self.keys = keys
         self.source = source
         self.lane = lane
@@ -472,15 +471,16 @@ class _Store(_Copies[StoreResult]):
             room = self.client.reserve({_GROUP: count})
             extents = room.groups[_GROUP]
             if len(extents) and self._store(session_id, room.boot_id, extents):
-                self.cache._patience.granted()
+                self.cache._patience.granted(self.clock.now())
                 pause_s = _PAUSE_S
                 continue
             why = room.reason or room.short_reason or BlockFailure.COPY_FAILED
-            over = self.cache._patience.is_over(self.submitted_at, answered=not room.reason)
+            now, answered = self.clock.now(), not room.reason
+            over = self.cache._patience.is_over(self.submitted_at, now, answered=answered)
             if over or room.reason is Reason.CLOSED:
                 self.fail(why)
                 return
-            yield time.monotonic() + pause_s
+            yield now + pause_s
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def _store(self, session_id: str, boot_id: str, extents: Records) -> bool:
@@ -566,7 +566,7 @@ class _Load(_Copies[LoadResult]):
             return
         found: LookupResult | None = None
         try:
-            wait = PromotionWait(time.monotonic() + self._wait_s)
+            wait = PromotionWait(self.clock.now() + self._wait_s)
             found = self._look_up(wait)
             while self._waits(wait, found):
                 yield wait.due_at
@@ -586,7 +586,7 @@ class _Load(_Copies[LoadResult]):
                 self.client.cancel(found)
 
     def _look_up(self, wait: PromotionWait) -> LookupResult:
-        wait_s = max(0.001, wait.until - time.monotonic())
+        wait_s = max(0.001, wait.until - self.clock.now())
         return self.client.lookup(
             {_GROUP: self.keys},
             prefetch=True,
@@ -600,7 +600,7 @@ class _Load(_Copies[LoadResult]):
         group, eta_us = found.groups[_GROUP], found.eta_us
         if not eta_us and bool((group.present & ~group.ready).any()):
             eta_us = _CHECKED_US
-        return wait.answered(eta_us, time.monotonic())
+        return wait.answered(eta_us, self.clock.now())
 
     def _load(self, found: LookupResult) -> None:
         """Copy the leased blocks, then release the lease and report the bad ones."""

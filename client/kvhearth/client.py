@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvhearth import portions
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, Contract
 from kvhearth.counters import Counters
 from kvhearth.errors import KVHearthError, NoReason, Reason, reason_of
@@ -43,16 +44,17 @@ _SHORT = frozenset({Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Rea
 class Decisions:
     """The calls of ``KVClient`` that ask the daemon; its docstring holds for all methods."""
 
-    def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello) -> None:
+    def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello, clock: Clock) -> None:
+        self.clock = clock
         self._contract = contract
         self._ids = Ids()
         self._lookup_s = url.lookup_ms / 1000
         self._call_s = url.call_ms / 1000
         self._counters = Counters()
-        self._session_manager = SessionManager(url, hello, self._counters)
-        self._caller = Caller(self._session_manager, self._counters, decides=hello.scheduler)
+        self._session_manager = SessionManager(url, hello, self._counters, clock)
+        self._caller = Caller(self._session_manager, self._counters, clock, decides=hello.scheduler)
         self._returns = Returns(self._caller, contract)
-        self._leases = MappedLeases(contract)
+        self._leases = MappedLeases(contract, clock)
 
     @property
     def epoch(self) -> int:
@@ -479,7 +481,7 @@ def _nothing(_: str) -> None:
 ENGINE_ID_CHARS_MAX = 128
 
 
-def connect(
+def connect(  # noqa: PLR0913 - options of an attach, each by name
     url: str,
     contract: Contract,
     *,
@@ -489,6 +491,7 @@ def connect(
     map_arena: bool = True,
     numa_node: int = -1,
     run: Run = NAMELESS,
+    clock: Clock = REAL_TIME,
 ) -> KVClient:
     """Return a client that attaches in the background; the daemon may be away.
 
@@ -503,6 +506,7 @@ def connect(
         numa_node: NUMA node of this rank's GPU, whose memory the daemon prefers for its slots; -1
             for that of this process's processors.
         run: the engine's processes and its model's name.
+        clock: times all waits but those for sockets.
 
     Raises:
         KVHearthError: ``bad_url``, ``bad_contract`` or ``bad_message`` for arguments that cannot be
@@ -535,7 +539,7 @@ def connect(
         process_group=run.process_group,
         model_name=run.model_name,
     )
-    return KVClient(address, contract, hello)
+    return KVClient(address, contract, hello, clock)
 
 
 class KVClient(Decisions):
@@ -545,8 +549,10 @@ class KVClient(Decisions):
     with a reason. In a forked child a client answers ``closed``; the child must connect itself.
     """
 
-    def __init__(self, url: DaemonUrl, contract: Contract, hello: Hello) -> None:
-        super().__init__(url, contract, hello)
+    def __init__(
+        self, url: DaemonUrl, contract: Contract, hello: Hello, clock: Clock = REAL_TIME
+    ) -> None:
+        super().__init__(url, contract, hello, clock)
         self._closing = threading.Lock()
         self._finished = False
         self._session_manager.start()

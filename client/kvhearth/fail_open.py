@@ -6,13 +6,13 @@ import enum
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from logging import ERROR
 from typing import Any, TypeVar
 
 import numpy as np
 
+from kvhearth.clock import Clock
 from kvhearth.contract import Contract
 from kvhearth.counters import Counters, Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
@@ -161,12 +161,14 @@ class Caller:
     Args:
         session_manager: holds the link.
         counters: count the decisions and their failures.
+        clock: times the breaker.
         decides: whether this process may take decisions; without it there is no link for them.
     """
 
     def __init__(
-        self, session_manager: SessionManager, counters: Counters, *, decides: bool
+        self, session_manager: SessionManager, counters: Counters, clock: Clock, *, decides: bool
     ) -> None:
+        self._clock = clock
         self._session_manager = session_manager
         self._decides = decides
         self._counters = counters
@@ -317,11 +319,11 @@ class Caller:
             if link is not self._breaker_link:
                 self._breaker_link = link
                 self._breaker.reset()
-            return self._breaker.allow(time.monotonic())
+            return self._breaker.allow(self._clock.now())
 
     def _record(self, reason: Reason | None) -> None:
         with self._lock:
-            self._breaker.record(reason, time.monotonic())
+            self._breaker.record(reason, self._clock.now())
 
 
 class Returns:

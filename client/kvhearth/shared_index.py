@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from kvhearth.clock import Clock
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.model import EXTENT_DTYPE, Records, Tier
 from kvhearth.native.table import Found, Table
@@ -120,7 +120,7 @@ class Post:
             joins=self.joins,
         )
         # The daemon must not take it for a lookup that came after the stores that follow it.
-        request.age_us = min(round((time.monotonic() - self.asked_at) * 1e6), _AGE_US_MAX)
+        request.age_us = min(round((self.leases.clock.now() - self.asked_at) * 1e6), _AGE_US_MAX)
         self.query.put_into(request.groups)
         return request
 
@@ -147,7 +147,8 @@ class MappedLeases:
     leases a bounded part of its memory, and evicts what it did not lease. Thread-safe.
     """
 
-    def __init__(self, contract: Contract) -> None:
+    def __init__(self, contract: Contract, clock: Clock) -> None:
+        self.clock = clock
         self._contract = contract
         self._changed = threading.Condition()
         self._link: Link | None = None
@@ -166,7 +167,7 @@ class MappedLeases:
             lease = _Unheard(found.lease.id, found.lease.grant)
             if not self._enter(link, found, lease):
                 return None
-        most, now = link.session.welcome.keys_max, time.monotonic()
+        most, now = link.session.welcome.keys_max, self.clock.now()
         if query.key_count <= most:
             return [Post(query, epoch, now, self, lease, found.hit_tokens)]
         posts = list[Post]()
@@ -196,7 +197,7 @@ class MappedLeases:
                 lease.size += len(one.extents) * self._slot_bytes[group]
             if lease.size + self._unheard_bytes > table.room_bytes // 2:
                 return False
-            if time.monotonic() < self._asks_until:
+            if self.clock.now() < self._asks_until:
                 return False
             self._unheard[lease.id] = lease
             self._unheard_bytes += lease.size
@@ -229,7 +230,7 @@ class MappedLeases:
                 return  # released, or of another session
             if short:
                 lease.grant.short = True
-                self._asks_until = time.monotonic() + _ASKS_S
+                self._asks_until = self.clock.now() + _ASKS_S
             lease.posts -= 1
             if not lease.posts:
                 self._remove(lease)
@@ -250,7 +251,8 @@ class MappedLeases:
             for group, count in query.counts.items()
         )
         with self._changed:
-            self._changed.wait_for(
+            self.clock.wait_for(
+                self._changed,
                 lambda: size + self._unheard_bytes <= table.room_bytes or not self._unheard,
                 seconds,
             )

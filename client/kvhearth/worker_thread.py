@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from logging import ERROR
 
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.counters import log_event
 
 _FAILURE_PAUSE_S = 0.1
@@ -33,6 +33,7 @@ class SupervisedThread:
         at_exit: called when the interpreter ends, after all supervised threads were stopped.
         pause_s: rest after a failure.
         threads: number of threads.
+        clock: times the rests and the stop; the step waits through it, or in a call.
 
     Attributes:
         changed: guards the owner's state; notified by ``stop``.
@@ -52,6 +53,7 @@ class SupervisedThread:
         at_exit: Callable[[], None] = _nothing,
         pause_s: float = _FAILURE_PAUSE_S,
         threads: int = 1,
+        clock: Clock = REAL_TIME,
     ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -62,6 +64,7 @@ class SupervisedThread:
         self._wake = wake
         self.at_exit = at_exit
         self._pause_s = pause_s
+        self._clock = clock
         names = [f"{name}-{index}" for index in range(threads)] if threads > 1 else [name]
         self._threads = [
             threading.Thread(target=self._main, name=each, daemon=True) for each in names
@@ -76,19 +79,19 @@ class SupervisedThread:
     def start(self) -> None:
         """Start the thread."""
         for thread in self._threads:
-            thread.start()
+            self._clock.start(thread)
 
     def rest(self, seconds: float) -> None:
         """Wait, but not beyond ``stop``."""
         with self.changed:
-            self.changed.wait_for(lambda: self.stopping, seconds)
+            self._clock.wait_for(self.changed, lambda: self.stopping, seconds)
 
     def stop(self, deadline_s: float) -> bool:
         """End the thread after its step; False if that took longer than ``deadline_s``.
 
         Idempotent.
         """
-        end = time.monotonic() + deadline_s
+        end = self._clock.now() + deadline_s
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
@@ -96,7 +99,7 @@ class SupervisedThread:
             self._wake()
         for thread in self._threads:
             if thread.is_alive() and threading.current_thread() is not thread:
-                thread.join(max(end - time.monotonic(), 0.0))
+                self._clock.join(thread, max(end - self._clock.now(), 0.0))
         if any(thread.is_alive() for thread in self._threads):
             return False
         # The owner and the memory that it maps live no longer than others need them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,9 +68,11 @@ def test_the_transport_tells_refusals_silence_and_absence_apart(
             transport.call(LOOKUP, pb.LookupRequest(), 5.0)
         assert refusal.value.reason is Reason.STALE_EPOCH
         assert refusal.value.details == {"field": "x"}
-        daemon.slow_next("Lookup", 0.5)
+        released = threading.Event()
+        daemon.hold_next("Lookup", released)
         with pytest.raises(KVHearthError) as refusal:
             transport.call(LOOKUP, pb.LookupRequest(), 0.05)
+        released.set()
         assert refusal.value.reason is Reason.DEADLINE
     with pytest.raises(KVHearthError) as refusal:
         transport.call(HEARTBEAT, pb.HeartbeatRequest(), 5.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvhearth.client import KVClient, connect
 from support.fake_daemon import FakeDaemon, running, small_contract
+from support.scripted_clock import scripted_clock
 
 OPTIONS = "lookup_ms=8000&call_ms=8000&attach_ms=8000&heartbeat_ms=50"
 """Deadlines that calls exceed only if a test delays them."""
@@ -21,14 +22,14 @@ def url_of(directory: Path, options: str = OPTIONS) -> str:
 
 @contextlib.contextmanager
 def connected(directory: Path, options: str = OPTIONS, **arguments: Any) -> Iterator[KVClient]:
-    """A client that is closed at the end."""
-    client = connect(
-        url_of(directory, options), small_contract(), **{"engine_id": "e1", **arguments}
-    )
-    try:
-        yield client
-    finally:
-        assert client.close(), "copies did not drain"
+    """A client on a scripted clock, ``client.clock``; it is closed at the end."""
+    with scripted_clock() as clock:
+        url, given = url_of(directory, options), {"engine_id": "e1", **arguments}
+        client = connect(url, small_contract(), clock=clock, **given)
+        try:
+            yield client
+        finally:
+            assert client.close(), "copies did not drain"
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,6 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire.frames import STATUS_DETAILS_KEY, encode_status
 from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
 from kvhearth_server.transport.rpc import cache_service
-from support.daemon import until  # noqa: F401 - for those who import both
 from support.fake_calls import FakeCalls, Listener
 
 SEGMENT_BYTES = 64 * 1024
@@ -183,15 +181,6 @@ class FakeDaemon:
             return None
 
         self.answer(rpc, held)
-
-    def slow_next(self, rpc: str, seconds: float) -> None:
-        """Delay the answer to the next ``rpc`` by ``seconds``."""
-
-        def slow(_: Any) -> Any:
-            time.sleep(seconds)
-            return None
-
-        self.answer(rpc, slow)
 
     def _session(self, line: socket.socket) -> None:
         decoder = FrameDecoder()

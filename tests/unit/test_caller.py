@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.counters import Counters
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.fail_open import Breaker, BreakerState, Caller
@@ -82,9 +83,9 @@ class Line:
         return pb.LookupResponse(boot_id=self.answers_as)
 
 
-def caller_of(line: Line, *, decides: bool = True) -> Caller:
+def caller_of(line: Line, *, clock: Clock = REAL_TIME, decides: bool = True) -> Caller:
     session_manager: Any = line
-    return Caller(session_manager, Counters(), decides=decides)
+    return Caller(session_manager, Counters(), clock, decides=decides)
 
 
 def ask(caller: Caller) -> Any:

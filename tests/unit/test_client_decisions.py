@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.attached import attached
-from support.daemon import until
 from support.fake_daemon import KEY_BYTES, extents, key, presence
 
 from kvhearth.errors import Reason
@@ -47,7 +46,7 @@ def test_a_hit_brings_extents_and_a_lease(tmp_path: Path) -> None:
         assert result.groups[1].extents.dtype == EXTENT_DTYPE
         assert result.lease is not None
         client.release(result.lease, bad=np.concatenate([extents(1, 4), extents(1, 2)]))
-        request = until(lambda: daemon.requests["Release"])[0]
+        request = client.clock.until(lambda: daemon.requests["Release"])[0]
         assert list(request.lease_ids) == [result.lease.id]
         slots = {group.group: np.frombuffer(group.slots, "<u4").tolist() for group in request.bad}
         assert slots == {0: [2], 1: [4]}
@@ -85,12 +84,12 @@ def test_without_a_lease_none_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_late_lookup_is_a_miss_whose_lease_is_released(tmp_path: Path) -> None:
-    with attached(tmp_path, "lookup_ms=100&heartbeat_ms=50") as (daemon, client):
-        daemon.slow_next("Lookup", 0.5)
+    with attached(tmp_path) as (daemon, client):
+        daemon.refuse_next("Lookup", Reason.DEADLINE)
         result = client.lookup(KEYS)
         assert (result.reason, result.lease) == (Reason.DEADLINE, None)
         assert result.groups[0].present.tolist() == [False] * 3
-        until(lambda: released(daemon))
+        client.clock.until(lambda: released(daemon))
         assert released(daemon) == [daemon.requests["Lookup"][0].lease_id]
         assert client.counters()["fail_open_deadline"] == 1
 
@@ -145,7 +144,7 @@ def test_a_reply_that_makes_no_sense_is_a_miss(tmp_path: Path, answer: Any) -> N
         daemon.answer("Lookup", answer)
         result = client.lookup(KEYS)
         assert (result.reason, result.hit_tokens, result.lease) == (Reason.BAD_MESSAGE, 0, None)
-        until(lambda: released(daemon))
+        client.clock.until(lambda: released(daemon))
         assert released(daemon) == [daemon.requests["Lookup"][0].lease_id]
 
 
@@ -195,7 +194,8 @@ def test_a_lookup_that_fails_after_a_portion_releases_its_lease(tmp_path: Path) 
         daemon.refuse_next("Lookup", Reason.TOO_MANY_LEASES)
         assert client.lookup({0: [key(n) for n in range(96)]}).reason == Reason.TOO_MANY_LEASES
         first = daemon.requests["Lookup"][0]
-        assert list(until(lambda: daemon.requests["Release"])[0].lease_ids) == [first.lease_id]
+        client.clock.until(lambda: daemon.requests["Release"])
+        assert released(daemon) == [first.lease_id]
 
 
 def test_no_keys_ask_nothing(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_senseless_reservation_is_given_back_by_its_id(tmp_path: Path, grants:
         reservation = client.reserve({0: 3})
         assert (reservation.reason, reservation.boot_id) == (Reason.BAD_MESSAGE, "")
         assert reservation.groups[0].shape == (0, 2)
-        abort = until(lambda: daemon.requests["Abort"])[0]
+        abort = client.clock.until(lambda: daemon.requests["Abort"])[0]
         assert list(abort.reservation_ids) == [daemon.requests["Reserve"][0].reservation_id]
 
 
@@ -234,11 +234,11 @@ def commit_of(count: int) -> CommitGroup:
 
 
 def test_a_commit_without_an_answer_gives_its_slots_back(tmp_path: Path) -> None:
-    with attached(tmp_path, "call_ms=500&heartbeat_ms=5000") as (daemon, client):
-        daemon.slow_next("Commit", 0.8)
+    with attached(tmp_path) as (daemon, client):
+        daemon.refuse_next("Commit", Reason.DEADLINE)
         result = client.commit({0: commit_of(2)}, boot_id=daemon.boot_id)
         assert (result.reason, result.stored[0].tolist()) == (Reason.DEADLINE, [False, False])
-        abort = until(lambda: daemon.requests["Abort"])[0]
+        abort = client.clock.until(lambda: daemon.requests["Abort"])[0]
         assert np.frombuffer(abort.groups[0].slots, "<u4").tolist() == [0, 1, 2, 3]
         assert not abort.in_doubt
 
@@ -268,7 +268,7 @@ def test_extents_of_another_boot_are_dropped(tmp_path: Path) -> None:
         assert (result.reason, result.stored[0].tolist()) == (Reason.STALE_BOOT, [False, False])
         assert client.abort({0: extents(2)}, boot_id="another") == Reason.STALE_BOOT
         assert client.abort({0: extents(1)}, boot_id=daemon.boot_id) == ""
-        until(lambda: daemon.requests["Abort"])
+        client.clock.until(lambda: daemon.requests["Abort"])
     assert [len(request.groups[0].slots) for request in daemon.requests["Abort"]] == [4]
     assert daemon.requests["Commit"] == []
 
@@ -281,15 +281,16 @@ def test_pins_touches_and_prefetches(tmp_path: Path) -> None:
         assert (pin.reason, pin.pinned[1].tolist()) == ("", [True])
         assert daemon.requests["Pin"][0].ttl_ms == 1500
         client.unpin(pin)
-        assert list(until(lambda: daemon.requests["Unpin"])[0].pin_ids) == list(pin.ids)
+        unpin = client.clock.until(lambda: daemon.requests["Unpin"])[0]
+        assert list(unpin.pin_ids) == list(pin.ids)
         client.touch(KEYS)
-        assert len(until(lambda: daemon.requests["Touch"])[0].groups) == 2
+        assert len(client.clock.until(lambda: daemon.requests["Touch"])[0].groups) == 2
         found = client.prefetch(KEYS)
         assert (found.reason, found.groups[0].tiers.tolist()) == ("", [0, 0, 0])
         daemon.answer("Pin", lambda _: pb.PinResponse())
         lost = client.pin({1: [key(4)]}, ttl_s=1)
         assert (lost.reason, lost.pinned[1].tolist()) == (Reason.BAD_MESSAGE, [False])
-        until(lambda: len(daemon.requests["Unpin"]) == 2)
+        client.clock.until(lambda: len(daemon.requests["Unpin"]) == 2)
 
 
 def test_the_epoch_follows_this_engines_weights_only(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_the_epoch_follows_this_engines_weights_only(tmp_path: Path) -> None:
         assert client.epoch == 7
         daemon.epoch = 9
         beats = len(daemon.requests["Heartbeat"])
-        until(lambda: len(daemon.requests["Heartbeat"]) > beats + 1)
+        client.clock.until(lambda: len(daemon.requests["Heartbeat"]) > beats + 1)
         assert client.epoch == 7
         assert client.bump_epoch() == 10
         assert daemon.requests["BumpEpoch"][-1].expected_epoch == 9
@@ -322,8 +323,8 @@ def test_a_namespace_is_dropped_only_by_who_is_alone(tmp_path: Path) -> None:
 
 
 def test_a_drop_whose_answer_is_lost_leaves_no_epoch(tmp_path: Path) -> None:
-    with attached(tmp_path, "call_ms=500") as (daemon, client):
-        daemon.slow_next("BumpEpoch", 1.0)
+    with attached(tmp_path) as (daemon, client):
+        daemon.refuse_next("BumpEpoch", Reason.DEADLINE)
         assert not client.drop_if_alone()
         assert client.epoch == -1
 
@@ -336,23 +337,24 @@ def test_new_weights_without_an_epoch_find_nothing(tmp_path: Path) -> None:
         assert client.reserve({0: 1}).reason == Reason.STALE_EPOCH
         result = client.commit({0: commit_of(1)}, boot_id=daemon.boot_id)
         assert result.reason == Reason.STALE_EPOCH
-        until(lambda: daemon.requests["Abort"])
+        client.clock.until(lambda: daemon.requests["Abort"])
         assert daemon.requests["Lookup"] == daemon.requests["Commit"] == []
         assert client.bump_epoch() == 8
         assert client.lookup(KEYS).reason == ""
 
 
 def test_a_silent_daemon_soon_costs_nothing(tmp_path: Path) -> None:
-    with attached(tmp_path, "lookup_ms=50&heartbeat_ms=5000") as (daemon, client):
+    with attached(tmp_path) as (daemon, client):
         for _ in range(3):
-            daemon.slow_next("Lookup", 0.2)
+            daemon.refuse_next("Lookup", Reason.DEADLINE)
         for _ in range(3):
             assert client.lookup(KEYS).reason == Reason.DEADLINE
         asked = len(daemon.requests["Lookup"])
         for _ in range(100):
             assert client.lookup(KEYS).reason == Reason.DAEMON_AWAY
         assert len(daemon.requests["Lookup"]) == asked, "nobody is asked, so nobody is waited for"
-        until(lambda: client.lookup(KEYS).reason == "")
+        client.clock.pass_time(1.0)
+        assert client.lookup(KEYS).reason == ""
 
 
 def test_only_the_scheduler_decides(tmp_path: Path) -> None:
@@ -364,17 +366,14 @@ def test_only_the_scheduler_decides(tmp_path: Path) -> None:
 
 
 def test_a_refused_batch_is_sent_one_by_one(tmp_path: Path) -> None:
-    with attached(tmp_path, "heartbeat_ms=5000") as (daemon, client):
-        daemon.slow_next("Unpin", 0.5)
-        client.unpin(client.pin({}, 1))
-        until(lambda: daemon.requests["Unpin"])
+    with attached(tmp_path) as (daemon, client):
         daemon.refuse_next("Abort", Reason.NOT_RESERVED)
         daemon.refuse_next("Abort", Reason.NOT_RESERVED)
         for number in range(3):
             client.abort({1: extents(1, number)}, boot_id=daemon.boot_id)
-        until(lambda: len(daemon.requests["Abort"]) == 4)
+        client.clock.until(lambda: len(daemon.requests["Abort"]) == 4)
         assert [len(request.groups) for request in daemon.requests["Abort"]] == [3, 1, 1, 1]
-        until(lambda: client.counters().get("errands_refused") == 1)
+        client.clock.until(lambda: client.counters().get("errands_refused") == 1)
 
 
 def test_a_lease_that_was_not_known_holds_up_no_other(tmp_path: Path) -> None:
@@ -383,7 +382,7 @@ def test_a_lease_that_was_not_known_holds_up_no_other(tmp_path: Path) -> None:
         lease = client.lookup(KEYS).lease
         daemon.refuse_next("Release", Reason.UNKNOWN_LEASE)
         client.release(lease)
-        until(lambda: client.counters().get("errands_unknown") == 1)
+        client.clock.until(lambda: client.counters().get("errands_unknown") == 1)
         assert len(daemon.requests["Release"]) == 1
 
 
@@ -407,5 +406,5 @@ def test_a_report_of_bad_blocks_fits_one_call(tmp_path: Path) -> None:
         daemon.answer("Lookup", hit)
         lease = client.lookup(KEYS).lease
         client.release(lease, bad={0: extents(60), 1: extents(60)})
-        request = until(lambda: daemon.requests["Release"])[0]
+        request = client.clock.until(lambda: daemon.requests["Release"])[0]
         assert [len(group.slots) // 4 for group in request.bad] == [60, 4]

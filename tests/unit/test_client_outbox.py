@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import logging
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 from support.attached import connected
-from support.daemon import until
 from support.fake_daemon import key, running, small_contract
+from support.scripted_clock import ScriptedClock
 
 import kvhearth
 from kvhearth.counters import COUNTERS_MAX, LOGGER, Counters, Report, Warnings, log_event
@@ -107,7 +106,8 @@ def test_a_cold_restart_takes_those_along_that_were_up_to_date(
                 assert first.epoch == 7
         cold = 1000
         with running(tmp_path, small_contract(), epoch=cold) as second:
-            until(lambda: client.boot_id == second.boot_id and client.wait_ready(1))
+            client.clock.until(lambda: client.boot_id == second.boot_id)
+            assert client.wait_ready(1)
 
             def stale(_: object) -> None:
                 raise KVHearthError(Reason.STALE_EPOCH, "as the daemon does")
@@ -129,7 +129,8 @@ def test_a_bump_before_a_warm_restart_is_anothers(tmp_path: Path) -> None:
             assert client.wait_ready(10)
             lineage, epoch = first.lineage, first.epoch
         with running(tmp_path, small_contract(), epoch=epoch + 1, lineage=lineage) as second:
-            until(lambda: client.boot_id == second.boot_id and client.wait_ready(1))
+            client.clock.until(lambda: client.boot_id == second.boot_id)
+            assert client.wait_ready(1)
             assert client.epoch == epoch
 
 
@@ -213,9 +214,8 @@ def test_lookups_precede_the_releases_of_their_leases_and_take_no_room_from_them
 
 @pytest.mark.parametrize(("failures", "sent"), [(RETRIES_MAX, 2), (RETRIES_MAX + 3, 0)])
 def test_what_grpc_refuses_is_sent_again_a_few_times(
-    monkeypatch: pytest.MonkeyPatch, failures: int, sent: int
+    clock: ScriptedClock, failures: int, sent: int
 ) -> None:
-    monkeypatch.setattr("kvhearth.session.manager._PAUSE_S", 0.0)
     answers = [error_from_code(Code.INTERNAL, "RST_STREAM")] * failures
     arrived: list[int] = []
 
@@ -226,11 +226,12 @@ def test_what_grpc_refuses_is_sent_again_a_few_times(
 
     link: Any = SimpleNamespace(boot_id="boot", welcome=SimpleNamespace(session=1, keys_max=64))
     counters = Counters()
-    courier = Courier(call, counters, Warnings())
+    courier = Courier(call, counters, Warnings(), clock)
     courier.put(release(1))
     courier.put(release(2))
     for _ in range(RETRIES_MAX + 3):
-        courier.deliver(link, time.monotonic() + 5)
+        courier.deliver(link, clock.now() + 5)
+        clock.pass_time(0.25)
     assert len(arrived) == sent
     assert counters.snapshot().get("errands_refused", 0) == 2 - sent
 

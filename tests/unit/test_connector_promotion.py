@@ -99,14 +99,11 @@ def test_a_lookup_of_another_boot_is_not_cancelled(
         until(lambda: ended(successor) == ([mine.id], [mine.id]))
 
 
-def test_a_lookup_whose_answer_is_lost_is_cancelled(daemon: FakeDaemon, tmp_path: Path) -> None:
-    client = connect(url_of(tmp_path, "lookup_ms=200"), CONTRACT, engine_id="e")
-    assert client.wait_ready(DONE_S)
-    daemon.slow_next("Lookup", 0.7)
+def test_a_lookup_whose_answer_is_lost_is_cancelled(client: KVClient, daemon: FakeDaemon) -> None:
+    daemon.refuse_next("Lookup", Reason.DEADLINE)
     assert client.lookup({0: KEYS}, prefetch=True).reason == Reason.DEADLINE
     ids = [lookups(daemon)[0].lease_id]
     until(lambda: ended(daemon) == (ids, ids))
-    assert client.close(DONE_S)
 
 
 # -- loads -------------------------------------------------------------------------------------

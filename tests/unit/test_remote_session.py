@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.certificates import Authority
-from support.fake_daemon import until
+from support.daemon import until
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.link import RemoteSession, attach

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract, until
+from support.daemon import until
+from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8

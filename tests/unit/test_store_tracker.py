@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.core_kit import contract, full
 
+from kvhearth.clock import REAL_TIME
 from kvhearth.connectors.core.engine import Context, Counters, EngineGroups
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import Geometry, RankStored, StoreJob, WorkerReport
@@ -32,6 +33,7 @@ class ScriptedClient:
     """
 
     contract, epoch, session_id, refusal = CONTRACT, 1, "session", None
+    clock = REAL_TIME
 
     def __init__(self) -> None:
         self.commits: list[CommitGroup] = []

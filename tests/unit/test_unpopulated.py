@@ -287,11 +287,11 @@ def test_heartbeats_tell_the_arena(tmp_path: Path) -> None:
 
         base = arena.address(1)
         say(0, PAGE)
-        until(lambda: arena.unpopulated.bounds is not None)
+        client.clock.until(lambda: arena.unpopulated.bounds is not None)
         assert arena.unpopulated.bounds.tolist() == [base, base + PAGE]  # type: ignore[union-attr]
         failures = client.counters().get("heartbeat_failures", 0)
         say(0, 1 << 60)
-        until(lambda: client.counters().get("heartbeat_failures", 0) > failures)
+        client.clock.until(lambda: client.counters().get("heartbeat_failures", 0) > failures)
         assert client.arena is arena
 
 

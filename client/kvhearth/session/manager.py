@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from logging import ERROR, INFO, WARNING
 from typing import Any, NamedTuple
 
+from kvhearth.clock import Clock
 from kvhearth.counters import Counters, Report, Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
@@ -166,10 +166,12 @@ class Courier:
     Args:
         call: makes one call with a deadline and raises ``KVHearthError``.
         counters, warnings: receive failures.
+        clock: times the pauses.
     """
 
-    def __init__(self, call: Call, counters: Counters, warnings: Warnings) -> None:
+    def __init__(self, call: Call, counters: Counters, warnings: Warnings, clock: Clock) -> None:
         self._call = call
+        self._clock = clock
         self._counters = counters
         self._warnings = warnings
         self._outbox = Outbox(ERRANDS_MAX)
@@ -196,7 +198,7 @@ class Courier:
 
     def deliver(self, link: Link, end: float) -> None:
         """Send queued requests until the monotonic time ``end``; unanswered ones stay queued."""
-        if time.monotonic() < self._pause_until:
+        if self._clock.now() < self._pause_until:
             return
         queued_requests = self._outbox.take()
         session = (link.boot_id, link.welcome.session)
@@ -207,7 +209,7 @@ class Courier:
         again: list[QueuedRequest] = []
         for index, together in enumerate(batches):
             try:
-                if time.monotonic() >= end:
+                if self._clock.now() >= end:
                     raise KVHearthError(Reason.DEADLINE, "no time left for releases")
                 again += self._send(link, together)
             except KVHearthError as error:
@@ -221,7 +223,7 @@ class Courier:
             lost = self._outbox.put_back(again)
             self._counters.add("outbox_overflow", len(lost))
             _settle(lost)
-            self._pause_until = time.monotonic() + _PAUSE_S
+            self._pause_until = self._clock.now() + _PAUSE_S
 
     def _send(self, link: Link, together: list[QueuedRequest]) -> list[QueuedRequest]:
         """Send requests in one message, or one by one if the daemon refuses that.
@@ -268,7 +270,8 @@ Drain = Callable[[float], bool]
 class QuiesceHooks:
     """Callbacks that must report "no copies in flight" before a session is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._quiesce_hooks: list[Drain] = []
 
     def add(self, drain: Drain) -> None:
@@ -277,10 +280,10 @@ class QuiesceHooks:
 
     def finished(self, deadline_s: float) -> bool:
         """Return whether all drains reported within ``deadline_s`` that no copy is left."""
-        end = time.monotonic() + deadline_s
+        end = self._clock.now() + deadline_s
         for drain in tuple(self._quiesce_hooks):
             try:
-                if not drain(max(end - time.monotonic(), 0.0)):
+                if not drain(max(end - self._clock.now(), 0.0)):
                     return False
             except Exception:  # noqa: BLE001 - foreign code: a failure means not drained
                 log_event(ERROR, "session.drain_failed", "a drain failed", trace=True)
@@ -321,9 +324,11 @@ class SessionManager:
         url: location of the daemon.
         hello: this process's hello; the manager fills in the previous session.
         counters: sent with heartbeats.
+        clock: times attaches, heartbeats and deliveries.
     """
 
-    def __init__(self, url: DaemonUrl, hello: Hello, counters: Counters) -> None:
+    def __init__(self, url: DaemonUrl, hello: Hello, counters: Counters, clock: Clock) -> None:
+        self._clock = clock
         self.refusal: KVHearthError | None = None
         self.epochs = WeightsEpoch()
         self._url = url
@@ -331,9 +336,9 @@ class SessionManager:
         self._counters = counters
         self._report = Report()
         self._warnings = Warnings()
-        self.quiesce_hooks = QuiesceHooks()
+        self.quiesce_hooks = QuiesceHooks(clock)
         self._attached: list[Attached] = []
-        self._courier = Courier(self._call, counters, self._warnings)
+        self._courier = Courier(self._call, counters, self._warnings, clock)
         self._state = threading.Condition()
         self._wake = threading.Event()
         # `link` may be used for decisions now; `_held` is open, but possibly lost.
@@ -350,6 +355,7 @@ class SessionManager:
             wake=self._stopped,
             at_exit=self._leave_open,
             pause_s=_CRASH_PAUSE_S,
+            clock=clock,
         )
 
     def start(self) -> None:
@@ -365,7 +371,8 @@ class SessionManager:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait for a complete group; False on timeout, refusal or ``stop``."""
         with self._state:
-            self._state.wait_for(
+            self._clock.wait_for(
+                self._state,
                 lambda: self._ready() or self.refusal is not None or self._worker.stopping,
                 timeout_s,
             )
@@ -432,7 +439,7 @@ class SessionManager:
 
     def finish(self, deadline_s: float) -> bool:
         """Drain, deliver and say goodbye, after ``stop``. False if copies did not drain."""
-        end = time.monotonic() + deadline_s
+        end = self._clock.now() + deadline_s
         link = self._held
         if link is None:
             return True
@@ -464,7 +471,7 @@ class SessionManager:
             self._held.session.leave_open()
 
     def _turn(self) -> None:
-        if self._wake.wait(self._step()):
+        if self._clock.wait(self._wake, self._step()):
             # Wait briefly so that requests queued together share one message. Requests queued
             # during a delivery set the event again.
             self._worker.rest(_LINGER_S)
@@ -480,13 +487,13 @@ class SessionManager:
         if link is not None and self.link is not link and not self._finish_link(link):
             return _TICK_S
         if self._held is None:
-            wait_s = self._attach_at - time.monotonic()
+            wait_s = self._attach_at - self._clock.now()
             return min(wait_s, _TICK_S) if wait_s > 0 else self._attach()
         assert link is not None
-        self._courier.deliver(link, time.monotonic() + self._url.call_ms / 1000)
-        if time.monotonic() >= self._beat_at:
+        self._courier.deliver(link, self._clock.now() + self._url.call_ms / 1000)
+        if self._clock.now() >= self._beat_at:
             self._beat_quietly(link)
-        return max(min(self._beat_at - time.monotonic(), _TICK_S), 0.0)
+        return max(min(self._beat_at - self._clock.now(), _TICK_S), 0.0)
 
     def _attach(self) -> float:
         try:
@@ -511,7 +518,7 @@ class SessionManager:
                 return 0.0
             self.link, self.refusal, self._attach_failures = link, None, 0
             # A daemon that ends each session at once must not make this thread spin.
-            self._attach_at = time.monotonic() + _REATTACH_PAUSE_S
+            self._attach_at = self._clock.now() + _REATTACH_PAUSE_S
             self._state.notify_all()
         self._counters.add("attaches")
         log_event(
@@ -557,7 +564,7 @@ class SessionManager:
             self._warnings.warn(
                 "session.attach_failed", "cannot attach to KVHearth, trying on", error=error
             )
-        self._attach_at = time.monotonic() + pause_s
+        self._attach_at = self._clock.now() + pause_s
         return min(pause_s, _TICK_S)
 
     def _finish_link(self, link: Link) -> bool:
@@ -600,7 +607,7 @@ class SessionManager:
         pause_s = self._url.heartbeat_ms / 1000
         if not self._group_complete:
             pause_s = min(pause_s, _GATHER_S)
-        self._beat_at = time.monotonic() + pause_s
+        self._beat_at = self._clock.now() + pause_s
         return min(pause_s, _TICK_S)
 
     def _call(self, link: Link, rpc: Any, request: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -287,7 +286,7 @@ class CopierPool:
         self._client.count("registration_failed")
 
     def _drain(self, deadline_s: float, *, close: bool) -> bool:
-        until = time.monotonic() + deadline_s
+        until = self._client.clock.now() + deadline_s
         if not self._lock.acquire(timeout=max(deadline_s, 0.0)):
             return False
         try:
@@ -309,11 +308,11 @@ class CopierPool:
     def _end(self, leaving: _Mapped, until: float) -> bool:
         """Wait for copies to end, then unregister the arena from CUDA; no lock is held."""
         for copier in list(leaving.copiers.values()):
-            if not copier.close(max(until - time.monotonic(), 0.0)):
+            if not copier.close(max(until - self._client.clock.now(), 0.0)):
                 return False
         if self._registrations is None:
             return True
-        left_s = max(until - time.monotonic(), 0.0)
+        left_s = max(until - self._client.clock.now(), 0.0)
         return self._registrations.release(_memory(leaving.arena), self, left_s)
 
 

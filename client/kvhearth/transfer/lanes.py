@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
@@ -49,11 +48,11 @@ class Transfer(Future[ResultT]):
 
 
 class Job(Generic[ResultT]):
-    """One transfer of ``blocks`` blocks."""
+    """One transfer of ``blocks`` blocks, submitted at ``now``."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, now: float) -> None:
         self.future: Transfer[ResultT] = Transfer(blocks)
-        self.submitted_at = time.monotonic()
+        self.submitted_at = now
         self.due_at = 0.0
         self.reason: Failure = ""
         self.steps: Steps = self.run()
@@ -92,7 +91,7 @@ class Lane:
 
     Args:
         kind: prefix of its counters.
-        client: counts crashes.
+        client: counts crashes, and has the clock.
         blocks_max: most blocks inside.
         waiting_max: most jobs that wait for their next step; a further one is not begun.
     """
@@ -102,13 +101,16 @@ class Lane:
         self.closed = False
         self.given_up = False
         self._client = client
+        self._clock = client.clock
         self._blocks_max = blocks_max
         self._waiting_max = waiting_max
         self._queue: deque[Job[Any]] = deque()
         self._waiting: list[Job[Any]] = []
         self._blocks = 0
         self._at_hand: Job[Any] | None = None
-        self._worker = SupervisedThread(f"kvhearth-{kind}", self._step, self._recover)
+        self._worker = SupervisedThread(
+            f"kvhearth-{kind}", self._step, self._recover, clock=client.clock
+        )
         self._changed = self._worker.changed
         self._worker.start()
 
@@ -144,19 +146,21 @@ class Lane:
     def wait_idle(self, until: float) -> bool:
         """Wait until a monotonic time for all jobs to be done; True if so."""
         with self._changed:
-            left_s = max(until - time.monotonic(), 0.0)
-            return self._changed.wait_for(lambda: not self._blocks, left_s)
+            left_s = max(until - self._clock.now(), 0.0)
+            return self._clock.wait_for(self._changed, lambda: not self._blocks, left_s)
 
     def stop(self, until: float) -> bool:
         """End the thread; False if it did not end in time."""
-        return self._worker.stop(max(until - time.monotonic(), _SLICE_S))
+        return self._worker.stop(max(until - self._clock.now(), _SLICE_S))
 
     def _step(self) -> None:
         with self._changed:
             job = self._next()
             if job is None:
-                self._changed.wait_for(
-                    lambda: self._worker.stopping or self._next() is not None, self._pause_s()
+                self._clock.wait_for(
+                    self._changed,
+                    lambda: self._worker.stopping or self._next() is not None,
+                    self._pause_s(),
                 )
                 return
             (self._waiting if job in self._waiting else self._queue).remove(job)
@@ -173,14 +177,14 @@ class Lane:
 
     def _next(self) -> Job[Any] | None:
         """Return the job whose turn it is, without removing it."""
-        now = time.monotonic()
+        now = self._clock.now()
         for job in self._waiting:
             if job.due_at <= now or job.future.cancelled():
                 return job
         return self._queue[0] if self._queue and len(self._waiting) < self._waiting_max else None
 
     def _pause_s(self) -> float:
-        now = time.monotonic()
+        now = self._clock.now()
         return max(min([_TICK_S, *(job.due_at - now for job in self._waiting)]), 0.0)
 
     def _end(self, job: Job[Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,6 +63,7 @@ class ReservationPool:
                     Reason.BAD_CONTRACT, f"a pool of {count} blocks of group {kv_group}"
                 )
         self._client = client
+        self._clock = client.clock
         self._blocks_max = dict(blocks_max)
         self._empty: dict[int, Records] = {
             kv_group: np.empty((0, specs[kv_group].shards), EXTENT_DTYPE) for kv_group in blocks_max
@@ -77,7 +77,10 @@ class ReservationPool:
         self._pause_s = 0.0
         self._retry_at = 0.0
         self._answer_count = 0
-        self._worker = SupervisedThread("kvhearth-slot-pool", self._step, self._recover)
+        self._stirred = False
+        self._worker = SupervisedThread(
+            "kvhearth-slot-pool", self._step, self._recover, clock=client.clock
+        )
         self._changed = self._worker.changed
         self._lock = self._worker.lock
         self._worker.start()
@@ -111,7 +114,7 @@ class ReservationPool:
             held = self._held[kv_group]
             self._held[kv_group] = left = held[count:]
             if len(left) <= self._low(kv_group):
-                self._changed.notify_all()
+                self._stir()
             return Slots(self._boot_id, self._session_id, held[:count])
 
     def give_back(self, kv_group: int, slots: Slots) -> None:
@@ -126,7 +129,7 @@ class ReservationPool:
             return
         with self._changed:
             self._pause_s = self._retry_at = 0.0
-            self._changed.notify_all()
+            self._stir()
 
     def close(self, deadline_s: float = 5.0) -> bool:
         """End the thread and give everything back; False if the thread did not end in time."""
@@ -143,10 +146,15 @@ class ReservationPool:
         with self._changed:
             self._follow_session()
             want = self._wanted() if self._session_id else {}
-            pause_s = self._retry_at - time.monotonic()
+            pause_s = self._retry_at - self._clock.now()
             if not want or pause_s > 0:
                 calm_s = _TICK_S if self._session_id and not self._anybody_waits() else _WATCH_S
-                self._changed.wait(min(pause_s, calm_s) if want else calm_s)
+                self._clock.wait_for(
+                    self._changed,
+                    lambda: self._stirred or self._worker.stopping,
+                    min(pause_s, calm_s) if want else calm_s,
+                )
+                self._stirred = False
                 return
             session_id = self._session_id
         self._refill(session_id, want)
@@ -228,7 +236,7 @@ class ReservationPool:
 
     def _back_off(self) -> None:
         self._pause_s = min(max(self._pause_s * 2, _PAUSE_S), _PAUSE_MAX_S)
-        self._retry_at = time.monotonic() + self._pause_s
+        self._retry_at = self._clock.now() + self._pause_s
 
     def _recover(self) -> None:
         self._client.count("stock_failures")
@@ -245,12 +253,17 @@ class ReservationPool:
             return have >= count or answered or self._worker.stopping
 
         self._waiting[kv_group] += 1
-        self._changed.notify_all()
+        self._stir()
         try:
-            self._changed.wait_for(settled, wait_s)
+            self._clock.wait_for(self._changed, settled, wait_s)
         finally:
             self._waiting[kv_group] -= 1
         self._follow_session()
+
+    def _stir(self) -> None:
+        """End the thread's wait: what it waits for may have changed."""
+        self._stirred = True
+        self._changed.notify_all()
 
     def _anybody_waits(self) -> bool:
         return any(self._waiting.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -93,6 +92,7 @@ class Loads:
 
     def __init__(self, context: Context) -> None:
         self._client = context.client
+        self._clock = context.client.clock
         self._groups = context.groups
         self._shards = context.geometry.shards
         self._policy = context.policy
@@ -127,7 +127,7 @@ class Loads:
             self.lose(request_id)
             return
         lookup.cancelled = True  # this load owns its lease now
-        self._under_way[request_id] = _Load(state, found, tokens, time.monotonic())
+        self._under_way[request_id] = _Load(state, found, tokens, self._clock.now())
         start = state.offer[0]
         moves = self._moves(found, table, start, start + tokens)
         if moves is None:
@@ -188,7 +188,7 @@ class Loads:
         if load is None:
             return
         load.state.loading = False
-        seconds = time.monotonic() - load.begun_at
+        seconds = self._clock.now() - load.begun_at
         bad: dict[int, Records] = {}
         for outcome in load.outcomes:
             self._counters.add("load_bytes", outcome.bytes)

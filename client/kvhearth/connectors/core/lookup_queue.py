@@ -13,11 +13,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvhearth.client import KVClient
+from kvhearth.clock import Clock
 from kvhearth.connectors.core.engine import EngineGroups
 from kvhearth.errors import ClientReason, Reason
 from kvhearth.results import LookupResult, PromotionWait
@@ -51,10 +51,12 @@ class Lookup:
         self,
         hashes: Sequence[bytes],
         find_key_salt: KeySalt | None,
+        clock: Clock,
         *,
         prefetch: bool = False,
     ) -> None:
-        self.asked_at = time.monotonic()
+        self._clock = clock
+        self.asked_at = clock.now()
         self.answered_at = 0.0
         self.first_tokens = 0
         self.session_id = ""
@@ -79,7 +81,7 @@ class Lookup:
     def wait(self, seconds: float) -> LookupResult | None:
         """Return the answer, after waiting up to ``seconds`` for the first one."""
         if self._result is None and seconds > 0 and self._done is not None:
-            self._done.wait(seconds)
+            self._clock.wait(self._done, seconds)
         return self._result
 
     def asked(self) -> None:
@@ -92,7 +94,7 @@ class Lookup:
         if self._result is None:
             self.first_tokens = result.hit_tokens
         self.session_id = session_id
-        self.answered_at = time.monotonic()
+        self.answered_at = self._clock.now()
         self._result = result
         if self._done is not None:
             self._done.set()
@@ -119,6 +121,7 @@ class LookupQueue:
         queue_max: int = 4096,
     ) -> None:
         self._client = client
+        self._clock = client.clock
         self._groups = groups
         self._promotion_s = promotion_s
         self._queue: deque[Lookup] = deque()
@@ -128,13 +131,11 @@ class LookupQueue:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._at_hand: dict[int, Lookup] = {}
-        self._wake = threading.Condition()
-        self._workers = [
-            SupervisedThread(f"kvhearth-lookup-{index}", self._step, self._recover)
-            for index in range(threads)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._worker = SupervisedThread(
+            "kvhearth-lookup", self._step, self._recover, threads=threads, clock=client.clock
+        )
+        self._changed = self._worker.changed
+        self._worker.start()
 
     def ask(
         self,
@@ -151,7 +152,7 @@ class LookupQueue:
                 read files.
             prefetch: promote blocks from SSD, and ask again when they may be ready.
         """
-        lookup = Lookup(hashes, find_key_salt, prefetch=prefetch)
+        lookup = Lookup(hashes, find_key_salt, self._clock, prefetch=prefetch)
         if find_key_salt is None and self._client.index_mapped:
             session_id = self._client.session_id
             keys = self._groups.keys(hashes, b"")
@@ -170,13 +171,13 @@ class LookupQueue:
         return lookup.promotions
 
     def _enqueue(self, lookup: Lookup) -> bool:
-        with self._wake:
+        with self._changed:
             if len(self._queue) + len(self._promotions) >= self._queue_max:
                 self._client.count("lookup_throttled")
                 return False
             lookup.asked()
             self._queue.append(lookup)
-            self._wake.notify()
+            self._changed.notify()
         return True
 
     def take(self, lookup: Lookup) -> LookupResult | None:
@@ -205,23 +206,26 @@ class LookupQueue:
 
     def close(self, deadline_s: float) -> bool:
         """Stop the threads; False if one did not end in time."""
-        until = time.monotonic() + deadline_s
-        with self._wake:
+        with self._changed:
             for lookup in self._queue:
                 lookup.cancelled = True
             self._queue.clear()
             self._promotions.clear()
-            self._wake.notify_all()
-        left = [worker.stop(max(until - time.monotonic(), 0.0)) for worker in self._workers]
-        return all(left)
+        return self._worker.stop(deadline_s)
 
     # -- the threads -------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        with self._wake:
+        with self._changed:
             lookup = self._next()
             if lookup is None:
-                self._wake.wait(self._pause_s())
+                # Another thread may have put a promotion before those that this one waits for.
+                first = self._promotions[:1]
+                self._clock.wait_for(
+                    self._changed,
+                    lambda: self._queue or self._promotions[:1] != first or self._worker.stopping,
+                    self._pause_s(),
+                )
                 lookup = self._next()
         if lookup is None or lookup.cancelled or lookup.taken:
             return
@@ -233,14 +237,14 @@ class LookupQueue:
         """Return the lookup to send now."""
         if self._queue:
             return self._queue.popleft()
-        if self._promotions and self._promotions[0][0] <= time.monotonic():
+        if self._promotions and self._promotions[0][0] <= self._clock.now():
             return heapq.heappop(self._promotions)[2]
         return None
 
     def _pause_s(self) -> float:
         if not self._promotions:
             return _TICK_S
-        return min(max(self._promotions[0][0] - time.monotonic(), 0.0), _TICK_S)
+        return min(max(self._promotions[0][0] - self._clock.now(), 0.0), _TICK_S)
 
     def _answer(self, lookup: Lookup) -> None:
         session_id = self._client.session_id
@@ -276,7 +280,7 @@ class LookupQueue:
         """Return the seconds for which a lookup's promotions are waited for."""
         if lookup.pauses is None:
             return self._promotion_s
-        return max(0.001, lookup.pauses.until - time.monotonic())
+        return max(0.001, lookup.pauses.until - self._clock.now())
 
     def _plan(self, lookup: Lookup, result: LookupResult, *, prefetch: bool) -> None:
         """Schedule the next lookup for when the promotions may be done."""
@@ -287,10 +291,10 @@ class LookupQueue:
             lookup.pauses, lookup.promotion_at = PromotionWait(now + self._promotion_s), now
         lookup.promotions = lookup.pauses.answered(result.eta_us, now)
         if lookup.promotions:
-            with self._wake:
+            with self._changed:
                 entry = (lookup.pauses.due_at, next(self._numbers), lookup)
                 heapq.heappush(self._promotions, entry)
-                self._wake.notify()
+                self._changed.notify()
         elif lookup.pauses.asked_count:
             lookup.promotion_s = now - lookup.promotion_at
 

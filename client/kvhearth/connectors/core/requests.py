@@ -4,7 +4,6 @@ result.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container
 
 from kvhearth.connectors.core.engine import BlockTable, Context, Request, Step, Verdict
@@ -29,6 +28,7 @@ class PromotionTracker:
     """
 
     def __init__(self, context: Context, lookups: LookupQueue, dropped_tokens: int) -> None:
+        self._clock = context.client.clock
         self._groups = context.groups
         self._policy = context.policy
         self._counters = context.counters
@@ -76,7 +76,7 @@ class PromotionTracker:
         if not state.waited:
             return
         state.waited = False
-        seconds = lookup.promotion_s or time.monotonic() - lookup.promotion_at
+        seconds = lookup.promotion_s or self._clock.now() - lookup.promotion_at
         self._counters.add("climb_seconds", seconds)
         if result.eta_us:
             self._counters.add("climb_late")
@@ -210,6 +210,7 @@ class Requests:
         self._options_of = context.facts.options_of
         self._settings = context.settings
         self._client = context.client
+        self._clock = context.client.clock
         self._groups = context.groups
         self._policy = context.policy
         self._counters = context.counters
@@ -231,7 +232,7 @@ class Requests:
     def begin_step(self) -> None:
         """Renew the wait budget (``SPIN_S``) and drop aged leases: a scheduling step has ended."""
         self._spun_s = 0.0
-        now = time.monotonic()
+        now = self._clock.now()
         if now - self._aged_at >= _AGES_S:
             self._aged_at = now
             self._drop_aged(now)
@@ -310,7 +311,7 @@ class Requests:
         progress.tokens_max = options.store_tokens_max
         if self._settings.offload_prompt_only:
             progress.tokens_max = min(progress.tokens_max, request.num_prompt_tokens)
-        handover_until = time.monotonic() + self._settings.handover_wait_ms / 1000
+        handover_until = self._clock.now() + self._settings.handover_wait_ms / 1000
         state = RequestState(request, options, progress, handover_until)
         self._states[request.request_id] = state
         return state
@@ -387,13 +388,13 @@ class Requests:
         """True once the lookup has a usable answer. If False and no lookup is pending, the request
         proceeds without the cache.
         """
-        lookup, now = state.lookup, time.monotonic()
+        lookup, now = state.lookup, self._clock.now()
         assert lookup is not None
         result = lookup.result
         spin_s = (SPIN_S if self._admitted_count else IDLE_SPIN_S) - self._spun_s
         if result is None and spin_s > 0:
             result = lookup.wait(spin_s)
-            self._spun_s += time.monotonic() - now
+            self._spun_s += self._clock.now() - now
         if result is None:
             if now - lookup.asked_at >= self._settings.lookup_wait_ms / 1000:
                 self._counters.add("lookup_late")

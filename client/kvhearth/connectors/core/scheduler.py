@@ -6,7 +6,6 @@ None of its exceptions reaches the engine's loop (``guarded``).
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from logging import DEBUG, ERROR, WARNING
 from typing import Any, TypeVar, cast
 
 from kvhearth.client import connect
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.connectors.core.engine import (
     BlockTable,
     Bounds,
@@ -131,6 +131,7 @@ class SchedulerConnector:
         worker: the only rank of an engine that is not stepped while idle, if it is in this process:
             through it stores end when the last request does. Ranks in other processes end them
             within each step.
+        clock: times all waits but those for sockets and copies.
     """
 
     def __init__(
@@ -140,7 +141,10 @@ class SchedulerConnector:
         offer: Handshake,
         pool: PagePool,
         worker: WorkerConnector | None = None,
+        *,
+        clock: Clock = REAL_TIME,
     ) -> None:
+        self._clock = clock
         contract = Contract.from_json(offer.contract)
         self.counters = Counters()
         self._settings = settings
@@ -167,6 +171,7 @@ class SchedulerConnector:
             rank=-1,
             map_arena=False,
             run=facts.run,
+            clock=clock,
         )
         geometry = Geometry.of(contract, offer.replicas)
         context = Context(
@@ -270,7 +275,7 @@ class SchedulerConnector:
             self._plan_stores(step)
         meta.stores, meta.finish = self._stores.take_due(), self._steps_finish
         if meta.tokens >= STEP_TOKENS_MIN:
-            self._steps.append((self._step, meta.tokens, time.monotonic()))
+            self._steps.append((self._step, meta.tokens, self._clock.now()))
         return meta
 
     @guarded(nothing)
@@ -323,7 +328,7 @@ class SchedulerConnector:
         """Learn from steps that had one prefill or more. Steps may overlap: each is timed from the
         end of the one before.
         """
-        now = time.monotonic()
+        now = self._clock.now()
         while self._steps and numbers and self._steps[0][0] <= numbers[-1]:
             number, tokens, begun_at = self._steps.popleft()
             if number in numbers:

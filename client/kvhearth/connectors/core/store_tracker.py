@@ -6,7 +6,6 @@ commit is a call to the daemon, and the scheduler's thread makes none.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,11 +176,14 @@ class Committer:
     def __init__(self, context: Context, slot_pool: ReservationPool) -> None:
         self.under_way: list[set[bytes]] = [set() for _ in range(context.groups.count)]
         self._client = context.client
+        self._clock = context.client.clock
         self._counters = context.counters
         self._slot_pool = slot_pool
         self._commits: deque[OpenStore] = deque()
         self._at_hand: OpenStore | None = None
-        self._worker = SupervisedThread("kvhearth-commit", self._step, self._recover)
+        self._worker = SupervisedThread(
+            "kvhearth-commit", self._step, self._recover, clock=context.client.clock
+        )
         self._changed = self._worker.changed
         self._worker.start()
 
@@ -199,15 +201,15 @@ class Committer:
         not.
         """
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._commits and self._at_hand is None, deadline_s
+            return self._clock.wait_for(
+                self._changed, lambda: not self._commits and self._at_hand is None, deadline_s
             )
 
     def close(self, deadline_s: float) -> bool:
         """Commit finished stores and stop the thread; False if that took too long."""
-        until = time.monotonic() + deadline_s
+        until = self._clock.now() + deadline_s
         self.drain(deadline_s)
-        return self._worker.stop(max(until - time.monotonic(), 0.1))
+        return self._worker.stop(max(until - self._clock.now(), 0.1))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -215,7 +217,9 @@ class Committer:
         with self._changed:
             if not self._commits:
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._commits or self._worker.stopping, _TICK_S)
+                self._clock.wait_for(
+                    self._changed, lambda: self._commits or self._worker.stopping, _TICK_S
+                )
                 return
             self._at_hand = self._commits.popleft()
         self._commit(self._at_hand)
@@ -312,6 +316,7 @@ class Stores:
 
     def __init__(self, context: Context, block_refs: BlockRefs) -> None:
         self._client = context.client
+        self._clock = context.client.clock
         self._groups = context.groups
         self._geometry = context.geometry
         self._counters = context.counters
@@ -346,7 +351,7 @@ class Stores:
     def oldest_s(self) -> float:
         """Age of the oldest open store in seconds."""
         first = next(iter(self._open.values()), self._planned)
-        return 0.0 if first is None else time.monotonic() - first.begun_at
+        return 0.0 if first is None else self._clock.now() - first.begun_at
 
     def take_due(self) -> list[StoreJob]:
         """Return the jobs planned since the last call, for the workers: one, unless the session or
@@ -497,7 +502,7 @@ class Stores:
             self._complete()
         self._number += 1
         ranks = self._geometry.ranks
-        store = OpenStore(self._number, epoch, slots.session_id, ranks, time.monotonic())
+        store = OpenStore(self._number, epoch, slots.session_id, ranks, self._clock.now())
         self._planned = store
         return store
 
@@ -558,7 +563,7 @@ class Stores:
 
     def close(self, deadline_s: float) -> bool:
         """Commit finished stores, give the pool back and release blocks."""
-        until = time.monotonic() + deadline_s
+        until = self._clock.now() + deadline_s
         ended = self._committer.close(deadline_s)
         self._complete()
         for number, store in list(self._open.items()):
@@ -568,4 +573,4 @@ class Stores:
                 extents = {group: part.slots.extents}
                 self._client.abort(extents, boot_id=part.slots.boot_id, in_doubt=True)
         self._open.clear()
-        return self._slot_pool.close(max(until - time.monotonic(), 0.1)) and ended
+        return self._slot_pool.close(max(until - self._clock.now(), 0.1)) and ended

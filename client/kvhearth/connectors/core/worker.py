@@ -11,6 +11,7 @@ from logging import WARNING
 import numpy as np
 
 from kvhearth.client import KVClient, connect
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.connectors.core.engine import Counters
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import (
@@ -96,6 +97,7 @@ class WorkerConnector:
         rank: index among tensor x pipeline parallel ranks.
         run: as for ``kvhearth.client.connect``.
         make: makes the copiers; by default those of the pages' device.
+        clock: times the client's waits; those for copies keep real time.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class WorkerConnector:
         rank: int,
         run: Run = NAMELESS,
         make: CopierFactory | None = None,
+        clock: Clock = REAL_TIME,
     ) -> None:
         self.counters = Counters()
         self._offer = offer
@@ -136,6 +139,7 @@ class WorkerConnector:
             rank=rank,
             numa_node=numa_node(pages[0].device) if pages else -1,
             run=run,
+            clock=clock,
         )
         if settings.touch_pages and all(one.device == "cpu" for one in pages):
             spans = [span for one in pages for span in one.host_spans()]
