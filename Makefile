@@ -47,7 +47,7 @@ test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daem
 	$(SUITE) system -m 'not slow and not gpu' $(TEST_ARGS)
 
 test-lab: $(VENV)/.ready ## tests of the benches, of the attackers, of the fault injection and of the GPU kit
-	$(BIN)/pytest lab/tests $(TEST_ARGS)
+	$(BIN)/pytest -m 'not engines' lab/tests $(TEST_ARGS)
 
 mutate: $(VENV)/.ready ## plants defects of the product one at a time and tells which tests notice; ten minutes; MUTATE_ARGS='--only NAME'
 	$(BIN)/python lab/mutate/run.py $(MUTATE_ARGS)
@@ -107,7 +107,7 @@ $(ENGINES)/.ready: $(ENGINES)/.packages pyproject.toml
 	touch $@
 
 test-engines: $(VENV)/.ready $(ENGINES)/.ready ## the connector on the real engine, in an environment of its own (2.5 GB)
-	$(BIN)/pytest -m engines tests/engines $(TEST_ARGS)
+	$(BIN)/pytest -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
 
 $(ENGINES)/.suite: $(ENGINES)/.ready tests/engines/suite-requirements.txt
 	$(ENGINES_PIP) install --no-deps -r tests/engines/suite-requirements.txt

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.stalled_daemon import BURNT_S
+from doubles.stalled_daemon import BURNT_S
 
 from kvhearth_lab.bench.report import Figure, median_of, missed, p50, p99, ratio_of
 from kvhearth_lab.bench.stalls.figures import PARTS, Sizes
@@ -183,8 +183,8 @@ def test_an_end_by_signal_leaves_nothing(
 
 @pytest.mark.slow
 def test_a_planted_stall_is_found_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "tests"))
-    found = run(TINY, "support.stalled_daemon")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    found = run(TINY, "doubles.stalled_daemon")
     assert [each for each in PARTS if found[each] < BURNT_S * 1e3] == []
     assert found["timer_late_max_ms"] >= BURNT_S * 1e3 / 2
     assert found["missed"] == [*PARTS, "longest_call_cpu_ms"]

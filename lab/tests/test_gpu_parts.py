@@ -21,9 +21,9 @@ from kvhearth_lab.bench.gpu.stage import AUTO
 
 torch = pytest.importorskip("torch")
 
+from doubles.cuda_stage import ScriptedCudaStage  # noqa: E402
 from gpu_parts import bandwidth, correctness, faults, registration, verification  # noqa: E402
 from gpu_parts.common import Report, attempt  # noqa: E402
-from support.cuda_stage import ScriptedCudaStage  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 100.0

@@ -18,10 +18,10 @@ from support.daemon import until
 
 pytest.importorskip("torch")
 
+from doubles.cuda_stage import ScriptedCudaStage
 from gpu_parts import decode, faults
 from gpu_parts.common import Report
 from run import KIT, PLAN
-from support.cuda_stage import ScriptedCudaStage
 
 from kvhearth_lab.bench.gpu.figures import RUN_FIGURES
 from kvhearth_lab.bench.gpu.stage import device_problem
@@ -58,7 +58,7 @@ def told(path: Path) -> dict[str, Any]:
 
 def plan_of(folder: Path, *behaviours: str, seconds: float = 60.0) -> Path:
     rows = [
-        [f"{number}-{behaviour}", "support.part_double", seconds, [behaviour]]
+        [f"{number}-{behaviour}", "doubles.part_double", seconds, [behaviour]]
         for number, behaviour in enumerate(behaviours)
     ]
     path = folder / "plan.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 import re
 import signal
 import struct
@@ -254,41 +253,6 @@ def test_memory_that_is_not_there_leaves_the_arena_as_it_was() -> None:
         assert arena_files(daemon) == before
         assert changed(daemon, engine, "kill -9", memory="16MiB")
         assert served(engine, keys) == keys
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_resizes_serve_no_wrong_byte(seed: int) -> None:
-    """Stores, evictions, kills (some in the middle of a resize) and sizes, in any order."""
-    rng = random.Random(seed)
-    print(f"seed {seed}")
-    small = contract_of(48 << 10, model="small")
-    with (
-        running_daemon() as daemon,
-        engine_of(daemon.url(), CONTRACT, "wide") as wide,
-        engine_of(daemon.url(), small, "small") as narrow,
-    ):
-        mebibytes, known = 16, dict[str, list[bytes]](wide=[], narrow=[])
-        for turn in range(5):
-            for name, engine in (("wide", wide), ("narrow", narrow)):
-                fresh = named(rng.randint(1, 60), 1000 * (turn + 1))
-                known[name] += engine.store(fresh).bound
-            if rng.random() < 0.4:
-                keep(daemon, rng.randint(0, 60))
-            before = [served(wide, known["wide"]), served(narrow, known["narrow"])]
-            boots = {wide.client.boot_id}
-            wanted = rng.choice([4, 8, 12, 16, 24, 32])
-            for fault in (f"{rng.choice(POINTS)}:1" if rng.random() < 0.5 else "", ""):
-                changed(daemon, wide, "kill -9", fault, memory=f"{wanted}MiB")
-            until(lambda b=boots: narrow.ready and narrow.client.boot_id not in b, "it attaches")
-            after = [served(wide, known["wide"]), served(narrow, known["narrow"])]
-            assert all(set(new) <= set(old) for new, old in zip(after, before, strict=True))
-            if wanted >= mebibytes:
-                assert after == before, "nothing is lost for more memory"
-            assert daemon.stats().segments[0].capacity_bytes == wanted * MIB
-            for engine in (wide, narrow):
-                engine.scheduler.copier()  # releases the previous arena's mapping
-            until(lambda w=wanted: arena_files(daemon)["segment-0"] == w * MIB, "it is cut")
-            mebibytes = wanted
 
 
 # -- arenas that cannot be adopted -----------------------------------------------------------------

@@ -19,19 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.puppet import Puppet, puppets
+from support.puppet import puppets
 
 from kvhearth.copiers.host import HostCopier
-from kvhearth.model import Records, sum_extents
+from kvhearth.model import Records
 from kvhearth.page_layout import PagedKV
 from kvhearth.session.arena import ArenaMapping
 from kvhearth_lab.harness.engine import Engine, Stored, contract_of, engine_of
-from kvhearth_server.core.core import Core
-from kvhearth_server.core.lookup import KeysItem
-from kvhearth_server.core.membership import Joining
-from kvhearth_server.core.reservations import CommitItem
-from kvhearth_server.core.slot_table import Geometry
-from kvhearth_server.core.state import Limits
 
 PAGE = 512 << 10
 SLOTS = 16
@@ -535,38 +529,6 @@ def test_a_plain_abort_frees_nothing_while_a_dead_rank_may_write(
 # -- the core with a rule switched off -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["on", "off"])
-def test_what_happens_to_whoever_frees_too_early(rule: str) -> None:
-    """Runs the core alone, with memory beside it. With the rule off, the late write is part of the
-    thief's block, which is served under a matching checksum.
-    """
-    core = Core(Geometry.of([("t", 4 << 20)], 2 << 20, PAGE), Limits(stock_fraction_max=0.5))
-    memory = np.zeros((8, PAGE), np.uint8)
-    for session, name in ((1, "victim"), (2, "thief")):
-        contract = contract_of(PAGE, model=name)
-        core.membership.join(Joining(session, "t", name, contract, True, 0, 0, True))
-    held = core.writing.reserve(1, 11, 1, [(0, 2)]).handed[0].slots[:, 0]
-    core.membership.leave(1, finished=False)
-    if rule == "off":
-        core.membership.drained(1)
-    taken = core.writing.reserve(2, 12, 1, [(0, 2)]).handed[0]
-    memory[taken.slots[:, 0]] = 0x11
-    keys = [b"k" * 32, b"l" * 32]
-    item = CommitItem(0, keys, taken.slots, taken.generations, None, b"")
-    assert core.writing.commit(2, 1, [item])[0].all()
-    memory[held] = GARBAGE  # the victim's last write
-    extents = core.state.table.extents(taken.slots, PAGE)
-    sums = sum_extents([memory.reshape(-1)], extents).reshape(2, 1, 16)
-    assert core.writing.summed(taken.slots, taken.generations, sums) == 2
-    found = core.reading.lookup(2, 1, [KeysItem(0, keys)], 13)
-    assert found.groups[0].leased.all()
-    served = memory[found.groups[0].extents["slot"]]
-    assert (served == 0x11).all() == (rule == "on")
-    assert bool(set(held.tolist()) & slots_of(extents)) == (rule == "off")
-    core.reading.release(2, [13])
-    core.check_books()
-
-
 def _fill(arena: ArenaMapping, extents: Records) -> None:
     for one in extents:
         start = int(one["offset"])
@@ -581,11 +543,3 @@ def _load(arena: Watched, boot_id: str, extents: Records) -> tuple[Any, Any]:
         return copier.load_now(boot_id, extents, np.arange(len(extents))), pages
     finally:
         copier.close()
-
-
-def test_a_puppet_ends_with_its_test() -> None:
-    with puppets(1) as (victim,):
-        pid = victim.pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    assert isinstance(victim, Puppet)

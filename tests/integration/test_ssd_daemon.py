@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ask, scraped
 from support.raw_door import new_keys
-from support.ssd_kit import fetch_all
 
 from kvhearth_lab.harness.engine import Engine, content, contract_of, engine_of
 from kvhearth_server.cli import app
@@ -297,25 +296,3 @@ def test_what_rots_in_memory_comes_back_from_ssd(tmp_path: Path) -> None:
         until(lambda: daemon.counters().get("repaired_blocks{dram}", 0) == 1, "it is repaired")
         until(lambda: len(engine.check(keys).right) == 20, "all are served")
         assert daemon.counters()["checksum_failures{reader}"] == 1
-
-
-def test_what_rots_on_ssd_is_not_served(tmp_path: Path) -> None:
-    with (
-        running_daemon(**ssd(tmp_path / "log")) as daemon,
-        engine_of(daemon.url(), CONTRACT) as engine,
-    ):
-        keys = new_keys(20)
-        assert engine.store(keys).bound == keys
-        on_ssd(daemon, 20)
-        (file,) = _files_with(tmp_path / "log", keys[7], engine.client.epoch)
-        damage(file, keys[7], engine.client.epoch)
-        assert engine.check(keys).right == keys  # from memory
-        digest = daemon.operator().namespaces().namespaces[0].namespace
-        daemon.operator().evict(digest, 0, "memory")
-        assert sorted(fetch_all(engine, keys)) == sorted(set(keys) - {keys[7]})
-        assert daemon.counters()["checksum_failures{ssd}"] == 1
-
-
-def _files_with(folder: Path, key: bytes, epoch: int) -> list[Path]:
-    wanted = bytes(content(key, 1, epoch, PAGE))
-    return [path for path in folder.glob("*.segment") if wanted in path.read_bytes()]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -58,57 +56,3 @@ def test_two_deaths_on_the_way(tmp_path: Path, fault: str) -> None:
             until(lambda: not daemon.quarantined_bytes(), "what was loading is free again")
             assert sorted(fetch_all(engine, keys)) == sorted(keys)
         daemon.wait_quiet()
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=["cut", "flipped", "missing"])
-def test_a_life_after_the_directorys_own_file_was_lost(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    with stopped_daemon(**SSD, ssd_dirs=[f"{tmp_path}/ssd=256MiB"]) as daemon:
-        daemon.start()
-        keys = new_keys(BLOCKS)
-        with engine_of(daemon.url(), CONTRACT) as engine:
-            store_paced(engine, daemon, keys)
-            saved(daemon, BLOCKS)
-        daemon.kill()
-        damage(tmp_path / "ssd" / "kvhearth.log")
-        daemon.start()
-        assert "ssd.directory_mended" in daemon.log_text()
-        with engine_of(daemon.url(), CONTRACT) as engine:
-            until(lambda: daemon.read_back, "it is read back")
-            assert sorted(fetch_all(engine, keys)) == sorted(keys)
-
-
-def test_a_life_with_much_less_room(tmp_path: Path) -> None:
-    folder = tmp_path / "ssd"
-    reported = {**SSD, "ssd_segment_bytes": "16MiB"}
-    with stopped_daemon(arena=False, **reported, ssd_dirs=[f"{folder}=256MiB"]) as daemon:
-        daemon.start()
-        with engine_of(daemon.url(), CONTRACT) as engine:
-            store_paced(engine, daemon, new_keys(BLOCKS))
-            saved(daemon, BLOCKS)
-        daemon.kill()
-        daemon.settings |= {**SSD, "ssd_dirs": [f"{folder}=32MiB"]}
-        daemon.start()
-        assert "begun anew with 2 MiB" in daemon.log_text()
-        with engine_of(daemon.url(), CONTRACT) as engine:
-            keys = new_keys(20)
-            store_paced(engine, daemon, keys)
-            saved(daemon, len(keys))
-            taken = sum(path.stat().st_blocks * 512 for path in [folder, *folder.iterdir()])
-            assert taken <= 32 << 20
-        daemon.kill()
-        daemon.start()
-        with engine_of(daemon.url(), CONTRACT) as engine:
-            until(lambda: daemon.read_back, "it is read back")
-            assert sorted(fetch_all(engine, keys)) == sorted(keys)

@@ -1,4 +1,4 @@
-"""Arbitrary settings from file, environment and flags: valid, or one line that names the problem.
+"""Arbitrary settings from file and environment: valid, or one line that names the problem.
 
 ``config show`` and ``serve`` agree: they read the same.
 """
@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import os
-import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,11 @@ from kvhearth_lab.harness.daemon import READY_S
 from kvhearth_server.cli import app
 from kvhearth_server.cli.config import settings_yaml
 from kvhearth_server.cli.serve import prepare
-from kvhearth_server.config.load import Settings, flag_of, load_settings
+from kvhearth_server.config.load import Settings, load_settings
 
 LINE_CHARS_MAX = 16 << 10
 base = settings(fuzz, suppress_health_check=list(HealthCheck))
 NAMES = sorted(Settings.model_fields)
-FLAGS = [name for name in NAMES if Settings.model_fields[name].annotation is not bool]
-SWITCHES = sorted(set(NAMES) - set(FLAGS))
-LISTS = {name for name, field in Settings.model_fields.items() if field.default == ()}
-
-
 pytestmark = pytest.mark.usefixtures("no_environment", "restored_logging")
 
 
@@ -76,8 +70,6 @@ names = st.sampled_from(NAMES) | st.sampled_from(["memroy", "_env_file", "", "mo
 variables = st.dictionaries(
     st.sampled_from(["KVHEARTH_" + name.upper() for name in NAMES]), environment_texts, max_size=3
 )
-flags = st.dictionaries(st.sampled_from(FLAGS), environment_texts, max_size=3)
-switches = st.dictionaries(st.sampled_from(SWITCHES), st.booleans(), max_size=1)
 TOKENS = r"""&a *a { } [ ] !!int !!float !!timestamp !!binary !!bool !!set !!omap
 !!python/name:os.system <<: ? : ' " # 2001-99-99 x 0o8 0b2 1:99 .inf = \ud800 \0 ~ -
 memory: tenants: http:"""
@@ -175,61 +167,6 @@ def test_validate_says_what_serve_does(tmp_path: Path, examples: int) -> None:
             assert load_settings({}, path) == settings, "shown, it can be read again"
 
     check()
-
-
-@depths(30)
-def test_any_flags(tmp_path: Path, examples: int) -> None:
-    @settings(base, max_examples=examples)
-    @given(flags, switches, variables)
-    @example({"memory": "9" * 5000}, {}, {})
-    @example({"socket_dir": "~no-such-user"}, {}, {})
-    def check(texts: dict[str, str], switched: dict[str, bool], environ: dict[str, str]) -> None:
-        words = [f"{flag_of(name)}={text}" for name, text in texts.items()]
-        words += [f"--{'' if on else 'no-'}{n.replace('_', '-')}" for n, on in switched.items()]
-        lists = {name: [text] if name in LISTS else text for name, text in texts.items()}
-        with environment(environ):
-            if served(None, {**lists, **switched}) is None:
-                code, _, err = command("serve", *words)
-                assert code == 2
-                one_clear_line(complaint(err))
-
-    check()
-
-
-@depths(40)
-def test_any_words(examples: int) -> None:
-    """Words that are no flags end with a usage error, never with a daemon."""
-
-    @settings(base, max_examples=examples)
-    @given(
-        st.lists(st.text(string.ascii_lowercase + "-=\u00fc", max_size=12), min_size=1, max_size=3)
-    )
-    def check(words: list[str]) -> None:
-        code, _, err = command("serve", "--keys-max=none", *words)
-        assert code == 2 or {"-h", "--help"} & set(words)
-        assert "Traceback" not in err
-
-    check()
-
-
-BAD_FILES = {
-    "nested": DEEP,
-    "a bomb": BOMB,
-    "no date": b"memory: 2001-99-99",
-    "a zero byte": b'arena_dir: "/a\\0b"',
-    "no such home": b"arena_dir: ~no-such-user/x",
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_a_real_start_ends_with_2_and_one_line(name: str) -> None:
-    with stopped_daemon(arena=False) as daemon:
-        path = daemon.folder / "kvhearth.yaml"
-        path.write_bytes(BAD_FILES[name])
-        daemon.settings["config"] = path
-        assert daemon.launch().wait(30) == 2, daemon.log_tail()
-        (line,) = daemon.log_text().splitlines()
-        assert line.startswith("kvhearth: error: ")
 
 
 starts = st.fixed_dictionaries(

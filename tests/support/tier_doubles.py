@@ -7,7 +7,6 @@ far memory (CXL, another NUMA node).
 from __future__ import annotations
 
 import os
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvhearth.model import CHECKSUM_BYTES, I64, U8
+from kvhearth.model import CHECKSUM_BYTES, U8
 from kvhearth_server.tiers.base import (
     BlockSpec,
     Completion,
@@ -25,7 +24,6 @@ from kvhearth_server.tiers.base import (
     Done,
     Evicted,
     Facts,
-    Failed,
     LoadBatch,
     Missing,
     Outcome,
@@ -300,53 +298,3 @@ class Throttling(Wrapper):
                 start = max(self._clock(), self._free_at)
                 self._free_at = start + size / self._bytes_per_s
         return answer
-
-
-class Faulty(Wrapper):
-    """Turns good outcomes into bad ones, and refuses batches, at given rates, from a seed.
-
-    A load that it fails has its bytes in place: only the answer is false, on the safe side.
-    """
-
-    def __init__(
-        self,
-        inner: Tier,
-        seed: int,
-        *,
-        fail: float = 0.0,
-        refuse: float = 0.0,
-        outcome: Outcome | None = None,
-    ) -> None:
-        """``outcome``: outcome of failed rows; ``Failed("io")`` by default."""
-        super().__init__(inner)
-        self._random = random.Random(seed)
-        self._fail, self._refuse = fail, refuse
-        self._outcome = outcome or Failed("io")
-        self.injected = 0
-
-    def submit_store(self, batch: StoreBatch) -> int | Throttled:
-        return self._refusal() or self.inner.submit_store(batch)
-
-    def submit_load(self, batch: LoadBatch) -> int | Throttled:
-        return self._refusal() or self.inner.submit_load(batch)
-
-    def poll(self) -> list[Completion]:
-        return [self._spoil(each) if each.final else each for each in self.inner.poll()]
-
-    def _refusal(self) -> Throttled | None:
-        if self._random.random() < self._refuse:
-            self.injected += 1
-            return Throttled("injected", 0.01)
-        return None
-
-    def _spoil(self, completion: Completion) -> Completion:
-        parts: list[tuple[Outcome, I64]] = []
-        for outcome, rows in completion.parts:
-            if not isinstance(outcome, Done):
-                parts.append((outcome, rows))
-                continue
-            bad = np.array([self._random.random() < self._fail for _ in range(len(rows))])
-            self.injected += int(bad.sum())
-            chosen = [(outcome, rows[~bad]), (self._outcome, rows[bad])]
-            parts += [(what, which) for what, which in chosen if len(which)]
-        return Completion(completion.ticket, parts, completion.final)

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tier_doubles import Counting, DramTier, Faulty, Throttling
-from support.tiers import NAMESPACE, Arena, Desk, family, key_of, keys_of
+from support.tier_doubles import DramTier, Throttling
+from support.tiers import NAMESPACE, Arena, family, key_of, keys_of
 
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import (
     ADDRESS_DTYPE,
     Counts,
-    Done,
-    Failed,
     Kind,
     LoadBatch,
     Throttled,
@@ -199,21 +197,4 @@ def test_throttling_by_rate_and_by_batches() -> None:
     assert tier.submit_load(batch) == Throttled("queue")
     assert len(tier.poll()) == 2
     assert isinstance(tier.submit_load(batch), int)
-    tier.close()
-
-
-def test_injected_faults_only_make_good_outcomes_bad() -> None:
-    arena = Arena()
-    faulty = Faulty(DramTier([arena.bytes], 8 << 20), 3, fail=0.3, refuse=0.3)
-    tier = Counting(faulty)
-    desk = Desk(tier, arena)
-    for start in range(0, 320, 16):
-        desk.store(range(start, start + 16))
-    assert faulty.injected > 50
-    assert tier.seen["store_done"] + tier.seen["store_failed"] == tier.seen["store_blocks"]
-    assert tier.seen["store_failed"] > 20
-    assert tier.seen["store_refused"] > 0
-    assert tier.in_flight == 0
-    found = desk.store(range(8))
-    assert len(found.rows(Done)) + len(found.rows(Failed)) == 8
     tier.close()

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.cuda_fake import FakeCuda, FakeDevice
 
 from kvhearth.copiers.base import ArenaView, Copier
 from kvhearth.copiers.cuda import CudaCopier
 from kvhearth.page_layout import PagedKV
 from kvhearth_lab.bench.gpu.stage import AUTO, CudaStage
-from support.cuda_fake import FakeCuda, FakeDevice
 
 MAKERS = ("arange", "empty", "full", "ones", "randint", "randn", "tensor", "zeros")
 

@@ -17,6 +17,10 @@ from kvhearth_lab.bench.report import missed
 from kvhearth_lab.bench.scheduler.figures import FIGURES, QUICK, SIDES
 from kvhearth_lab.bench.scheduler.run import run
 
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs the engines' environment"),
+]
 RUN_S = 280
 
 

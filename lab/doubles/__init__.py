@@ -1,0 +1,1 @@
+"""Doubles that the tests of the lab use."""
