@@ -6,7 +6,7 @@ Every call runs ``check_books``, so a test that forgets to do so still fails whe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,10 +123,24 @@ class Rig:
         )
         # Wide bounds, so that a test meets only the bound that it sets.
         bounds = {"stock_fraction_max": 1.0, "held_fraction_max": 1.0, **limits}
-        self.core = Core(self.geometry, Limits(**bounds))
         self.members: dict[int, list[int]] = {}
         self._sessions = itertools.count(1)
         self._reservations = itertools.count(1)
+        self._begin(Limits(**bounds))
+
+    def _begin(self, limits: Limits) -> None:
+        self.core = Core(self.geometry, limits)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call the core."""
+        return function(*arguments, **named)
+
+    def checked(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call the core; the books must balance afterwards, even if it refused."""
+        try:
+            return self.call(function, *arguments, **named)
+        finally:
+            self.check()
 
     @property
     def state(self) -> CoreState:
@@ -168,13 +182,14 @@ class Rig:
     def leave(self, session: int, *, finished: bool = True) -> None:
         """Detach a whole engine, its scheduler first."""
         for member in self.members[session]:
-            self.core.membership.leave(member, finished=finished)
-            self.check()
+            self.checked(self.core.membership.leave, member, finished=finished)
 
     def remove_bad(self, head: int) -> int:
         """Remove a block as one whose bytes are wrong. Return how many were removed."""
         heads = np.array([head], np.int64)
-        return self.core.reading.remove_bad(heads, self.state.table.generation[heads])
+        generations = self.state.table.generation[heads]
+        removed: int = self.checked(self.core.reading.remove_bad, heads, generations)
+        return removed
 
     def group(self, session: int) -> Group:
         """The group of a session."""
@@ -186,24 +201,20 @@ class Rig:
 
     def epoch(self, session: int) -> int:
         """The epoch of a session's namespace."""
-        return self.state.namespaces.get(self.group(session).namespace).epoch
+        return self.space(session).epoch
 
     def reserve(
         self, session: int, count: int, kv_group: int = 0, reservation_id: int = 0
     ) -> Reserved:
         """Reserve blocks of one group."""
-        number = reservation_id or next(self._reservations)
-        try:
-            return self.core.writing.reserve(
-                session, number, self.epoch(session), [(kv_group, count)]
-            )
-        finally:
-            self.check()
+        number, wants = reservation_id or next(self._reservations), [(kv_group, count)]
+        found: Reserved = self.checked(
+            self.core.writing.reserve, session, number, self.epoch(session), wants
+        )
+        return found
 
     def take(self, session: int, count: int, kv_group: int = 0) -> tuple[I64, U32]:
-        """Return slots and generations of exactly ``count`` reserved blocks, (count, shards)
-        each.
-        """
+        """Return slots and generations of exactly ``count`` blocks, (count, shards) each."""
         reserved = self.reserve(session, count, kv_group)
         assert reserved.short is None, f"a store was refused: {reserved.short}"
         (part,) = reserved.handed
@@ -226,19 +237,14 @@ class Rig:
 
     def commit(self, session: int, *parts: CommitItem) -> list[Bools]:
         """Commit the items, one key by the fast path if that takes it, as the transport does."""
-        try:
-            if (stored := self._commit_few(session, parts)) is not None:
-                return [np.array(stored)]
-            return self.core.writing.commit(session, self.epoch(session), list(parts))
-        finally:
-            self.check()
-
-    def _commit_few(self, session: int, parts: tuple[CommitItem, ...]) -> list[bool] | None:
-        if len(parts) != 1 or parts[0].slots.shape != (1, 1):
-            return None
-        group = self.group(session)
-        space, epoch = self.state.namespaces.get(group.namespace), self.epoch(session)
-        return self.core.writing.commit_few(group, space, epoch, [one_of(parts[0])])
+        writing, space, epoch = self.core.writing, self.space(session), self.epoch(session)
+        if len(parts) == 1 and parts[0].slots.shape == (1, 1):
+            ones = [one_of(parts[0])]
+            few = self.checked(writing.commit_few, self.group(session), space, epoch, ones)
+            if few is not None:
+                return [np.array(few)]
+        stored: list[Bools] = self.checked(writing.commit, session, epoch, list(parts))
+        return stored
 
     def put(
         self,
@@ -262,10 +268,10 @@ class Rig:
     ) -> tuple[int, int]:
         """Abort slots of any shape."""
         item = SlotsItem(slots.reshape(-1), generations.reshape(-1))
-        try:
-            return self.core.writing.abort(session, [item], [], in_doubt=in_doubt)
-        finally:
-            self.check()
+        found: tuple[int, int] = self.checked(
+            self.core.writing.abort, session, [item], [], in_doubt=in_doubt
+        )
+        return found
 
     def lookup(
         self, session: int, named: list[bytes], *, kv_group: int = 0, lease_id: int = 0
@@ -278,10 +284,14 @@ class Rig:
     ) -> Found:
         """Look up keys of several groups."""
         parts = [KeysItem(kv_group, named) for kv_group, named in asked.items()]
-        try:
-            return self.core.reading.lookup(session, self.epoch(session), parts, lease_id)
-        finally:
-            self.check()
+        found: Found = self.checked(
+            self.core.reading.lookup, session, self.epoch(session), parts, lease_id
+        )
+        return found
+
+    def release(self, session: int, *lease_ids: int) -> None:
+        """End leases."""
+        self.checked(self.core.reading.release, session, list(lease_ids))
 
     def pin(
         self,
@@ -295,10 +305,8 @@ class Rig:
     ) -> list[bool]:
         """Pin keys of one group. Return which of them are present."""
         asked, epoch = items(named, kv_group), self.epoch(session)
-        try:
-            (flags,) = self.core.pinning.pin(session, epoch, pin_id, asked, ttl_s=ttl_s, now=now)
-        finally:
-            self.check()
+        pin = self.core.pinning.pin
+        (flags,) = self.checked(pin, session, epoch, pin_id, asked, ttl_s=ttl_s, now=now)
         return [bool(flag) for flag in flags]
 
     def present(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:
@@ -309,8 +317,7 @@ class Rig:
 
     def head(self, session: int, named: bytes, kv_group: int = 0) -> int:
         """Return the head slot of a key; -1 if it is absent."""
-        number = self.group(session).namespace
-        return int(self.state.index.find(number, kv_group, [named])[0])
+        return int(self.state.index.find(self.space(session).number, kv_group, [named])[0])
 
     def slots_in(self, state: State) -> int:
         """Return how many slots are in a state (slots of unassigned slabs count as free)."""

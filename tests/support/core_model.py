@@ -185,29 +185,36 @@ def _restorable(spec: GroupSpec, ready: Sequence[bool], hit_tokens: int) -> bool
     return all(ready[block] for block in needed_blocks(spec, hit_tokens))
 
 
-def fingerprint(core: Core) -> str:
-    """Return a digest of all state that a refused call must not change."""
-    state, table = core.state, core.state.table
-    digest = hashlib.blake2b()
-    for column in vars(table).values():
-        if isinstance(column, np.ndarray):
-            digest.update(np.ascontiguousarray(column).tobytes())
-    arrays = state.policies._arrays
-    for column in (arrays.freq, arrays.position, arrays.entries):
-        digest.update(column.tobytes())
-    plain: list[Any] = [state.sequence, state.books, state.events.next_sequence]
-    plain += [sorted((n, g, sorted(found.items())) for n, g, found in state.index.items())]
-    for pool in state.pools:
-        plain += [list(pool._first.unassigned), pool.slab_used.tolist()]
-        plain += [
-            (size, one.free[: one.count].tolist())
-            for size, one in sorted(pool._first.classes.items())
-        ]
-    for group in state.groups:
-        plain += [group.number, group.stock_bytes, group.quarantined_bytes, group.ended]
-        plain += [sorted(group.reservations), sorted(group.members.items(), key=lambda m: m[0])]
-        plain += [sorted((i, s.tolist()) for i, s in group.leases.items())]
-    plain += [(vars(space)) for space in state.namespaces]
-    plain += [sorted((name, pin.slots.tolist()) for name, pin in core.pinning._pins.items())]
-    digest.update(repr(plain).encode())
-    return digest.hexdigest()
+def snapshot(core: Core) -> dict[str, Any]:
+    """Return all state of a core that a refused call must not change, in comparable form."""
+    state = core.state
+    return {
+        **{
+            name: column.tobytes()
+            for owner in (state.table, state.policies._arrays)
+            for name, column in vars(owner).items()
+            if isinstance(column, np.ndarray) and name != "entries"  # those are "policies"
+        },
+        "policies": [state.policies.members(*p).tolist() for p in state.policies.places()],
+        "sequences": (state.sequence, state.events.next_sequence),
+        "books": [dict(vars(books)) for books in state.books],
+        "index": [(*place, dict(found)) for *place, found in state.index.items()],
+        "pools": [
+            (
+                list(pool._first.unassigned),
+                pool.slab_used.tolist(),
+                [(size, c.free[: c.count].tolist()) for size, c in pool._first.classes.items()],
+            )
+            for pool in state.pools
+        ],
+        "groups": [
+            (
+                (group.number, group.stock_bytes, group.quarantined_bytes, group.ended),
+                (sorted(group.reservations), sorted(group.members), repr(group.members)),
+                {number: slots.tolist() for number, slots in group.leases.items()},
+            )
+            for group in state.groups
+        ],
+        "namespaces": [repr(vars(space)) for space in state.namespaces],
+        "pins": [(name, pin.slots.tolist()) for name, pin in core.pinning._pins.items()],
+    }

@@ -31,6 +31,8 @@ from kvhearth_server.memory.numa import KernelTopology
 from kvhearth_server.memory.populator import Populator
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
+from kvhearth_server.transport.dispatch import Dispatcher
+from support.core_kit import Rig
 
 
 class Crash(BaseException):
@@ -171,6 +173,29 @@ class Shell:
         for descriptor in attached.descriptors:
             os.close(descriptor)
         return attached
+
+
+class Desk(Rig):
+    """A rig whose core has an engine around it, for tests of calls by their messages."""
+
+    def _begin(self, limits: Limits) -> None:
+        self.shell = Shell(self.geometry, limits)
+        self.engine, self.core = self.shell.engine, self.shell.engine.core
+        self.attached: dict[int, Attached] = {}
+        self.dispatcher = Dispatcher(self.engine, None)  # type: ignore[arg-type]
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return self.engine.call(function, *arguments, **named)
+
+    def join(self, made: Contract, *, tenant: str = "t", **hello: Any) -> int:
+        values = {"scheduler": True, "rank": 0, "map_arena": True, **hello}
+        attached = self.shell.attach(made, tenant, **values)
+        self.attached[attached.session.number] = attached
+        return attached.session.number
+
+    def ask(self, session: int, name: str, request: Any) -> Any:
+        """Decide a call. Return its reply, or an awaitable of it."""
+        return self.dispatcher.decide(name, request, self.attached[session].session)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.reservations import SlotsItem
 from support.core_kit import contract, full, key, keys, refused
-from support.core_model import Held, fingerprint
+from support.core_model import Held, snapshot
 from support.machine_base import Client, MachineBase, pick, with_engine
 
 Refusal = tuple[str, Reason, Callable[[], object]]
@@ -58,10 +58,10 @@ class RefusalRules(MachineBase):
         if mine:
             wrong += self._wrong_slots(client, pick(data, mine, "block"))
         name, reason, call = pick(data, wrong, "what is wrong")
-        before = fingerprint(self.core)
+        before = snapshot(self.core)
         with refused(reason):
             self.engine.call(call)
-        assert fingerprint(self.core) == before, f"{name} changed something"
+        assert snapshot(self.core) == before, f"{name} changed something"
 
     def _wrong_keys(self, client: Client) -> Iterator[Refusal]:
         session, epoch = client.number, self.space(client).epoch

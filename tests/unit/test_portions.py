@@ -7,18 +7,14 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.core_kit import contract, full, key, keys, mamba, no_deadline, sums_of, window
-from support.core_shell import Shell
+from support.core_kit import contract, full, key, keys, mamba, no_deadline, window
+from support.core_shell import Desk
 
 from kvhearth import portions
 from kvhearth.model import EXTENT_BYTES, EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import CommitGroup, LookupResult
 from kvhearth.wire.messages import pack_query, parse_lookup
-from kvhearth_server.core.commit import CommitItem
-from kvhearth_server.core.slot_table import Geometry
-from kvhearth_server.core.state import Limits
-from kvhearth_server.transport.dispatch import Dispatcher
 
 CONTRACT = contract(full(shards=2), window(40), mamba(block_tokens=32))
 COUNTS = {0: 24, 1: 24, 2: 12}
@@ -28,37 +24,23 @@ class Served:
     """A daemon's core behind its dispatcher, in which some of all blocks are stored."""
 
     def __init__(self, stored: dict[int, set[int]]) -> None:
-        geometry = Geometry.of([("t", 1 << 20)], 1 << 16, 4096)
-        shell = Shell(geometry, Limits(stock_fraction_max=0.9, held_fraction_max=1.0))
-        attached = shell.attach(CONTRACT, "t", scheduler=True, rank=0)
-        shell.attach(CONTRACT, "t", scheduler=False, rank=1)
-        self.engine = shell.engine
-        self.session, self.welcome = attached.session, attached.welcome
-        writing, number = self.engine.core.writing, self.session.number
+        self.desk = Desk(16, stock_fraction_max=0.9)
+        self.session = self.desk.attach(CONTRACT)
+        self.welcome = self.desk.attached[self.session].welcome
         for group, blocks in stored.items():
             if blocks:
-                wanted = [(group, len(blocks))]
-                (part,) = self.engine.call(
-                    writing.reserve, number, group + 1, self.welcome.epoch, wanted
-                ).handed
-                names = [key(block) for block in sorted(blocks)]
-                sums = sums_of(part.slots)
-                item = CommitItem(group, names, part.slots, part.generations, sums, b"")
-                self.engine.call(writing.commit, number, self.welcome.epoch, [item])
-        self.dispatcher = Dispatcher(self.engine, None)  # type: ignore[arg-type]
+                self.desk.put(self.session, keys(*sorted(blocks)), kv_group=group)
 
     def ask(self, request: pb.LookupRequest) -> pb.LookupResponse:
         """Answer one call."""
-        reply = self.dispatcher.decide("Lookup", request, self.session)
+        reply = self.desk.ask(self.session, "Lookup", request)
         assert isinstance(reply, pb.LookupResponse)
         return reply
 
     def release(self, lease_id: int) -> None:
-        """End a lease; nothing is held then."""
-        request = pb.ReleaseRequest(lease_ids=[lease_id])
-        self.dispatcher.decide("Release", request, self.session)
-        assert not self.engine.core.state.table.refs.any()
-        self.engine.core.check_books()
+        """End a lease."""
+        self.desk.ask(self.session, "Release", pb.ReleaseRequest(lease_ids=[lease_id]))
+        self.desk.check()
 
 
 def whole(served: Served, lease_id: int) -> LookupResult:
@@ -101,10 +83,10 @@ def test_a_lookup_in_portions_finds_and_leases_what_one_call_does(
         rows = mine.extents.reshape(-1, shards)[wanted.leased[mine.leased]]
         assert rows.tobytes() == wanted.extents.tobytes()
     if leases:
-        if expected.lease:
-            served.dispatcher.decide("Release", pb.ReleaseRequest(lease_ids=[1]), served.session)
-        if found.lease:
-            served.release(2)
+        for lease_id, one in ((1, expected), (2, found)):
+            if one.lease:
+                served.release(lease_id)
+        assert not served.desk.state.table.refs.any()
 
 
 def test_a_portion_that_comes_after_the_release_leases_nothing() -> None:
@@ -119,20 +101,21 @@ def test_a_portion_that_comes_after_the_release_leases_nothing() -> None:
     assert portion(0, joins=False).lease_id == portion(8, joins=True).lease_id == 7
     again = portion(4, joins=True)
     assert (again.lease_id, len(again.groups[0].extents)) == (7, 8 * 2 * EXTENT_BYTES)
-    (group,) = served.engine.core.state.groups
+    group = served.desk.group(served.session)
     assert (len(group.leases), len(group.leases[7])) == (1, 32)
-    served.engine.core.check_books()
+    served.desk.check()
     served.release(7)
+    assert not served.desk.state.table.refs.any()
     late = portion(16, joins=True)
     assert (late.lease_id, late.groups[0].extents) == (0, b"")
     assert served.ask(pb.LookupRequest(epoch=epoch, lease_id=8)).lease_id == 0
-    served.engine.core.check_books()
+    served.desk.check()
 
 
 def test_a_daemon_counts_the_tokens_of_a_request_in_portions_once() -> None:
     served = Served({0: {*range(20)}, 1: {*range(24)}, 2: {*range(12)}})
     assert long(served, 3, 5).hit_tokens == 20 * 16
-    (group,) = served.engine.core.state.groups
+    group = served.desk.group(served.session)
     assert (group.asked_tokens, group.hit_tokens) == (24 * 16, 20 * 16)
 
 
