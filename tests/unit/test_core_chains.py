@@ -27,43 +27,6 @@ def heads(*numbers: int) -> I64:
     return np.array(numbers, np.int64)
 
 
-def test_a_run_is_a_line() -> None:
-    _, chains = forest()
-    chains.link_run(heads(5, 3, 9))
-    assert chains.leaf(5) == 9
-    assert [chains.parent_of(head) for head in (5, 3, 9)] == [-1, 5, 3]
-    assert [chains.is_leaf(head) for head in (5, 3, 9)] == [False, False, True]
-    chains.check(heads(3, 5, 9))
-
-
-def test_a_run_of_one_and_slot_zero() -> None:
-    _, chains = forest()
-    chains.link_run(heads(0))
-    chains.link(0, 1)
-    assert (chains.leaf(0), chains.parent_of(1), chains.parent_of(0)) == (1, 0, -1)
-    chains.check(heads(0, 1))
-
-
-@pytest.mark.parametrize("gone", [2, 4, 7])
-def test_a_child_between_others_leaves_them_linked(gone: int) -> None:
-    _, chains = forest()
-    for child in (4, 2, 7):
-        chains.link(1, child)
-    chains.unlink(gone)
-    chains.check(heads(*{1, 2, 4, 7} - {gone}))
-    assert chains.leaf(1) == next(child for child in (7, 2, 4) if child != gone)
-
-
-def test_children_of_a_removed_head_become_roots() -> None:
-    _, chains = forest()
-    chains.link_run(heads(0, 1, 2))
-    chains.link(1, 5)
-    chains.unlink(1)
-    chains.check(heads(0, 2, 5))
-    assert [chains.parent_of(head) for head in (0, 2, 5)] == [-1, -1, -1]
-    assert chains.is_leaf(0)
-
-
 @no_deadline
 @given(st.data())
 def test_many_are_taken_out_as_one_by_one(data: st.DataObject) -> None:
@@ -81,14 +44,6 @@ def test_many_are_taken_out_as_one_by_one(data: st.DataObject) -> None:
     for name in ("parent", "child", "older", "younger"):
         assert getattr(table, name).tolist() == getattr(other_table, name).tolist(), name
     chains.check(heads(*(set(range(SLOTS)) - set(gone))))
-
-
-def test_taking_out_is_counted() -> None:
-    _, chains = forest()
-    chains.link_run(heads(0, 1))
-    before = chains.cuts
-    chains.unlink(1)
-    assert chains.cuts == before + 1
 
 
 def test_the_check_finds_links_that_disagree() -> None:
@@ -139,9 +94,10 @@ def test_against_dicts(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 40))):
         present = sorted(plain.parents)
         if present and data.draw(st.booleans()) and (len(present) > 20 or data.draw(st.booleans())):
-            head = data.draw(st.sampled_from(present))
+            head, before = data.draw(st.sampled_from(present)), chains.cuts
             chains.unlink(head)
             plain.remove(head)
+            assert chains.cuts == before + 1
             free.append(head)
         elif free:
             parent = data.draw(st.sampled_from([-1, *present]))
@@ -155,6 +111,7 @@ def test_against_dicts(data: st.DataObject) -> None:
         for head, parent in plain.parents.items():
             assert chains.parent_of(head) == parent
             assert chains.leaf(head) == plain.leaf(head)
+            assert chains.is_leaf(head) == (not plain.children[head])
 
 
 # -- through commits -------------------------------------------------------------------------------
@@ -169,31 +126,20 @@ def line(rig: Rig, session: int, number: int) -> list[int]:
     return found
 
 
-def test_commits_that_name_their_parent_make_one_chain() -> None:
+def test_commits_are_linked_to_the_blocks_before_them() -> None:
     rig = Rig()
     session = rig.attach()
     rig.put(session, keys(0, 1))
     rig.put(session, keys(2), parent=key(1))
     rig.put(session, keys(3, 4), parent=key(2))
     assert line(rig, session, 4) == [4, 3, 2, 1, 0]
-
-
-def test_a_commit_over_blocks_that_are_there_links_to_them() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(0, 1))
-    rig.put(session, keys(0, 1, 2, 3))
-    assert line(rig, session, 3) == [3, 2, 1, 0]
+    # Blocks that are there are followed, too.
     rig.put(session, keys(0, 1, 7))
     assert line(rig, session, 7) == [7, 1, 0]
-    assert line(rig, session, 3) == [3, 2, 1, 0]
-
-
-def test_an_unknown_parent_starts_a_chain() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(5, 6), parent=key(4))
-    assert line(rig, session, 6) == [6, 5]
+    assert line(rig, session, 4) == [4, 3, 2, 1, 0]
+    # An unknown parent starts a chain.
+    rig.put(session, keys(9, 10), parent=key(8))
+    assert line(rig, session, 10) == [10, 9]
 
 
 def test_chains_of_two_groups_do_not_meet() -> None:

@@ -1,4 +1,4 @@
-"""The restorable part of a request: prefix, trailing window, boundary state, all together."""
+"""Lookups and leases: the restorable part of a request, and what holding it costs."""
 
 from __future__ import annotations
 
@@ -6,106 +6,52 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.core_kit import (
-    Rig,
-    contract,
-    full,
-    items,
-    key,
-    keys,
-    mamba,
-    no_deadline,
-    refused,
-    window,
-)
+from support.core_kit import Rig, contract, full, key, keys, mamba, no_deadline, refused, window
 from support.core_model import longest_hit, needed_blocks
 
 from kvhearth.contract import GroupSpec
 from kvhearth.errors import Reason
 from kvhearth.model import FLAG_SUMMED, Tier
-from kvhearth_server.core.lookup import blocks_needed, hit_boundaries, usable_boundaries
+from kvhearth_server.core.lookup import (
+    KeysItem,
+    blocks_needed,
+    hit_boundaries,
+    usable_boundaries,
+)
 
 LEASE = 7
 
 
 def flags(text: str) -> np.ndarray:
-    """Parses ``"xx.x"`` into booleans."""
+    """Parse ``"xx.x"`` into booleans."""
     return np.array([letter == "x" for letter in text], np.bool_)
 
 
-def ends(spec: GroupSpec, ready: str) -> list[int]:
-    """Returns the boundaries, in blocks, up to which a group can be restored."""
-    return [int(k) for k in np.flatnonzero(usable_boundaries(spec, flags(ready)))]
-
-
-def longest(*groups: tuple[GroupSpec, str]) -> int:
-    """Returns the longest hit in tokens; 0 if there is none."""
-    found = hit_boundaries([(spec, flags(ready)) for spec, ready in groups])
-    return int(found[0]) if len(found) else 0
-
-
-def test_a_prefix_ends_at_its_first_hole() -> None:
-    assert ends(full(), "") == [0]
-    assert ends(full(), "...") == [0]
-    assert ends(full(), "xxx") == [0, 1, 2, 3]
-    assert ends(full(), "xx.x") == [0, 1, 2]
-    assert ends(full(), ".xxx") == [0]
-
-
-def test_a_state_group_needs_only_the_state_at_the_boundary() -> None:
-    assert ends(mamba(), "..x.x") == [0, 3, 5]
-
-
-def test_a_window_needs_the_blocks_that_the_next_token_sees() -> None:
-    # 16 tokens a block. With a window of 33 tokens the next token sees the 32 before it: two
-    # blocks.
-    assert ends(window(33), "..xx.xxx") == [0, 4, 7, 8]
-    # One token more needs a third block, if only for its last token.
-    assert ends(window(34), "..xx.xxx") == [0, 8]
-    # Near the start the next token sees less than the window's width.
-    assert ends(window(1000), "xxx.") == [0, 1, 2, 3]
-    # A window of one token sees only itself: every boundary is possible.
-    assert ends(window(1), "....") == [0, 1, 2, 3, 4]
-
-
-def test_all_groups_must_be_restorable_at_the_same_boundary() -> None:
-    assert longest((full(), "xxxx"), (mamba(), ".x..")) == 32
-    assert longest((full(), "xxxx"), (mamba(), "....")) == 0
-    assert longest((full(), "xxxxxx"), (window(33), "...xx.")) == 80
-    assert longest((full(), "xxx"), (window(33), "...xx.")) == 0
-
-
-def test_groups_of_different_block_sizes_meet_at_common_multiples() -> None:
-    small, large = full(block_tokens=16), full(block_tokens=64)
-    assert longest((small, "x" * 11), (large, "xxx")) == 128
-    assert longest((small, "x" * 3), (large, "xxx")) == 0
-    odd = full(block_tokens=24)
-    assert longest((small, "x" * 8), (odd, "x" * 8)) == 96
-
-
-def test_nothing_asked_is_no_hit() -> None:
-    assert len(hit_boundaries([])) == 0
-    assert len(hit_boundaries([(full(), flags(""))])) == 0
+def test_the_boundaries_up_to_which_a_group_can_be_restored() -> None:
+    """16 tokens a block. With a window of 33 tokens the next token sees the 32 before it."""
+    for spec, ready, wanted in (
+        (full(), "xx.x", [0, 1, 2]),
+        (mamba(), "..x.x", [0, 3, 5]),  # the state at the boundary is enough
+        (window(33), "..xx.xxx", [0, 4, 7, 8]),
+        (window(34), "..xx.xxx", [0, 8]),  # a third block, if only for its last token
+        (window(1), "....", [0, 1, 2, 3, 4]),  # a token sees itself
+        (window(1 << 30), "xx.x", [0, 1, 2]),
+    ):
+        found = np.flatnonzero(usable_boundaries(spec, flags(ready))).tolist()
+        assert found == wanted, (spec, ready)
 
 
 @pytest.mark.parametrize("ready", ["", "xx"])
 def test_block_sizes_without_a_common_multiple_in_64_bits(ready: str) -> None:
     groups = [full(block_tokens=(1 << 20) - step) for step in (1, 3, 5, 7, 9)]
-    assert longest(*((spec, ready) for spec in groups)) == 0
+    assert not hit_boundaries([(spec, flags(ready)) for spec in groups]).any()
 
 
-def test_a_window_wider_than_any_machine_word() -> None:
-    assert ends(window(1 << 30), "xx.x") == [0, 1, 2]
-
-
+sizes = st.integers(1, 4)
 specs = st.one_of(
-    st.builds(lambda size: full(block_tokens=size), st.integers(1, 4)),
-    st.builds(lambda size: mamba(block_tokens=size), st.integers(1, 4)),
-    st.builds(
-        lambda size, tokens: window(tokens, block_tokens=size),
-        st.integers(1, 4),
-        st.integers(1, 20),
-    ),
+    sizes.map(lambda size: full(block_tokens=size)),
+    sizes.map(lambda size: mamba(block_tokens=size)),
+    st.tuples(sizes, st.integers(1, 20)).map(lambda p: window(p[1], block_tokens=p[0])),
 )
 groups_of_flags = st.lists(
     st.tuples(specs, st.lists(st.sampled_from([True, True, True, False]), max_size=12)),
@@ -117,11 +63,11 @@ groups_of_flags = st.lists(
 @no_deadline
 @given(groups=groups_of_flags)
 @example(groups=[(window(5, block_tokens=2), [False, True, True])])
+@example(groups=[])
 def test_against_trying_every_length(groups: list[tuple[GroupSpec, list[bool]]]) -> None:
     arrays = [(spec, np.array(ready, np.bool_)) for spec, ready in groups]
     found = hit_boundaries(arrays)
-    best = longest_hit(groups)
-    assert (int(found[0]) if len(found) else 0) == best
+    assert (int(found[0]) if len(found) else 0) == longest_hit(groups)
     assert found.tolist() == sorted(set(found.tolist()), reverse=True)
     for tokens in found.tolist():
         # Truncated to that length, the groups have that length as their longest hit.
@@ -133,10 +79,10 @@ def test_against_trying_every_length(groups: list[tuple[GroupSpec, list[bool]]])
             assert all(ready[need])
 
 
-# -- through the core ---------------------------------------------------------
+# -- through the core ------------------------------------------------------------------------------
 
 
-def test_what_a_lookup_says_of_each_key() -> None:
+def test_the_answer_for_each_key() -> None:
     rig = Rig()
     session = rig.attach()
     rig.put(session, keys(0, 1))
@@ -154,28 +100,7 @@ def test_what_a_lookup_says_of_each_key() -> None:
     assert one.extents["length"].tolist() == [4096, 4096]
 
 
-def test_without_a_lease_nothing_is_held_and_no_extent_given() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(0, 1))
-    found = rig.lookup(session, keys(0, 1))
-    assert (found.hit_tokens, found.lease_id) == (32, 0)
-    assert not found.groups[0].leased.any()
-    assert len(found.groups[0].extents) == 0
-    assert not rig.state.table.refs.any()
-
-
-def test_extents_come_block_by_block_with_shards_in_rank_order() -> None:
-    rig = Rig()
-    session = rig.attach(contract(full(shards=2)))
-    slots, generations = rig.take(session, 3)
-    swapped = slots[::-1].copy()
-    rig.commit(session, rig.item(keys(0, 1, 2), swapped, generations[::-1]))
-    found = rig.lookup(session, keys(0, 1, 2), lease_id=LEASE)
-    assert found.groups[0].extents["slot"].tolist() == swapped.reshape(-1).tolist()
-
-
-def test_only_what_a_hit_needs_is_leased() -> None:
+def test_only_blocks_that_a_hit_needs_are_leased() -> None:
     rig = Rig()
     session = rig.attach(contract(full(), window(17), mamba()))
     for group in range(3):
@@ -184,61 +109,24 @@ def test_only_what_a_hit_needs_is_leased() -> None:
     assert found.hit_tokens == 64
     leased = [one.leased.tolist() for one in found.groups]
     assert leased == [[True] * 4, [False] * 3 + [True], [False] * 3 + [True]]
-    assert rig.state.table.refs.sum() == 6
-    rig.core.reading.release(session, [LEASE])
-    rig.check()
-    assert not rig.state.table.refs.any()
-
-
-def test_a_group_with_fewer_keys_limits_the_hit() -> None:
-    rig = Rig()
-    session = rig.attach(contract(full(), full()))
-    for group in range(2):
-        rig.put(session, keys(0, 1, 2), kv_group=group)
-    assert rig.lookup_all(session, {0: keys(0, 1, 2), 1: keys(0)}).hit_tokens == 16
     assert rig.lookup_all(session, {0: keys(0, 1, 2), 1: []}).hit_tokens == 0
 
 
-def test_one_key_asked_twice_is_leased_once() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(0))
-    found = rig.lookup(session, keys(0, 0), lease_id=LEASE)
-    assert found.hit_tokens == 32
-    assert len(found.groups[0].extents) == 2
-    assert rig.state.table.refs.sum() == 1
-
-
-def test_the_cap_on_what_is_held_shortens_a_hit() -> None:
+def test_the_cap_on_held_bytes_shortens_a_hit() -> None:
     rig = Rig(1, held_fraction_max=0.5)
     session = rig.attach()
     for number in range(0, 12, 4):
         rig.put(session, keys(*range(number, number + 4)))
-    found = rig.lookup(session, keys(*range(12)), lease_id=LEASE)
-    assert (found.hit_tokens, found.short) == (8 * 16, Reason.HELD_CAP)
-    assert found.groups[0].leased.sum() == 8
     # Blocks that are already held do not count again.
-    again = rig.lookup(session, keys(*range(12)), lease_id=LEASE + 1)
-    assert (again.hit_tokens, again.short) == (8 * 16, Reason.HELD_CAP)
-    # The cap applies only with a lease.
-    assert rig.lookup(session, keys(*range(12))).hit_tokens == 12 * 16
+    for lease_id in (LEASE, LEASE + 1):
+        found = rig.lookup(session, keys(*range(12)), lease_id=lease_id)
+        assert (found.hit_tokens, found.short) == (8 * 16, Reason.HELD_CAP)
+        assert found.groups[0].leased.sum() == 8
+    assert rig.lookup(session, keys(*range(12))).hit_tokens == 12 * 16  # without a lease
     with refused(Reason.HELD_CAP):
         rig.reserve(session, 1)
-    rig.core.reading.release(session, [LEASE, LEASE + 1])
+    rig.release(session, LEASE, LEASE + 1)
     assert rig.reserve(session, 1).short is None
-
-
-def test_a_release_that_comes_before_its_lookup_wins() -> None:
-    rig = Rig()
-    session = rig.attach()
-    rig.put(session, keys(0))
-    with refused(Reason.UNKNOWN_LEASE):
-        rig.core.reading.release(session, [LEASE])
-    found = rig.lookup(session, keys(0), lease_id=LEASE)
-    assert (found.hit_tokens, found.lease_id) == (16, 0)
-    assert not found.groups[0].leased.any()
-    assert not rig.state.table.refs.any()
-    assert rig.lookup(session, keys(0), lease_id=LEASE + 1).lease_id == LEASE + 1
 
 
 def test_known_leases_end_though_another_id_is_unknown() -> None:
@@ -247,23 +135,36 @@ def test_known_leases_end_though_another_id_is_unknown() -> None:
     rig.put(session, keys(0))
     rig.lookup(session, keys(0), lease_id=LEASE)
     with refused(Reason.UNKNOWN_LEASE):
-        rig.core.reading.release(session, [99, LEASE])
+        rig.release(session, 99, LEASE)
     assert not rig.state.table.refs.any()
 
 
-def test_leases_end_with_their_group() -> None:
-    rig = Rig()
-    reader, writer = rig.attach(engine_id="r"), rig.attach(engine_id="w")
-    rig.put(writer, keys(0, 1))
-    rig.lookup(reader, keys(0, 1), lease_id=LEASE)
-    rig.leave(reader, finished=False)
-    assert not rig.state.table.refs.any()
-    assert rig.state.books[0].held == 0
+def test_the_bound_on_leased_slots_is_a_tenants() -> None:
+    rig = Rig(tenants=("t", "u"), leased_slots_max=4)
+    mine, theirs = rig.attach(), rig.attach(tenant="u")
+    for session in (mine, theirs):
+        rig.put(session, keys(*range(4)))
+        rig.lookup(session, keys(*range(4)), lease_id=1)
+    with refused(Reason.TOO_MANY_LEASES):
+        rig.lookup(mine, keys(0), lease_id=2)
+    # A block that is removed under its readers stays held until they release it.
+    rig.remove_bad(rig.head(mine, key(3)))
+    assert rig.state.books[0].leased_slots == 4
+    rig.leave(mine)
+    assert rig.state.books[0].leased_slots == 0
 
 
-def test_touch_and_presence_count_what_is_there() -> None:
+@pytest.mark.parametrize("asked", [(0, 1, 2), (0, 1, 9)], ids=["all there", "one not"])
+def test_a_lease_that_is_over_is_counted_and_holds_nothing(asked: tuple[int, ...]) -> None:
     rig = Rig()
     session = rig.attach()
-    rig.put(session, keys(0, 2))
-    assert rig.core.reading.touch(session, 1, items(keys(0, 1, 2, 2))) == 3
-    assert rig.present(session, keys(0, 1, 2)) == [True, False, True]
+    rig.put(session, keys(0, 1, 2))
+    item, epoch = KeysItem(0, keys(*asked)), rig.epoch(session)
+    counted = []
+    for lease_id, released in ((1, False), (0, True), (0, False)):
+        rig.state.take_counts()
+        rig.core.reading.lookup(session, epoch, [item], lease_id, released=released)
+        rig.core.reading.release(session, [1] if lease_id else [])
+        counted.append(rig.state.take_counts().get(("leased_bytes", ""), 0))
+        assert not rig.state.books[0].leased_slots
+    assert counted[0] == counted[1] > counted[2] == 0

@@ -1,16 +1,16 @@
-"""Tenants: one that takes all it can get leaves the others their memory, sessions and namespaces,
-and the engines of one tenant leave each other room.
-"""
+"""Shares: a tenant, a namespace or an engine that takes all it can get leaves the others theirs."""
 
 from __future__ import annotations
 
 import pytest
-from support.core_kit import Rig, contract, keys
+from support.core_kit import Rig, contract, full, keys, refused
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.namespaces import CONTRACT_BYTES_MAX
 
+PAGE = 4096
+QUOTA = 20
 MANY = 1000
 """More than any bound of these tests."""
 
@@ -47,8 +47,8 @@ def test_a_flood_evicts_the_floods_own_blocks() -> None:
     rig = two_tenants()
     ours, theirs = rig.attach(tenant="b"), rig.attach(tenant="a")
     rig.put(ours, keys(1, 2, 3))
-    for number in range(0, 4 * MANY, 8):
-        rig.put(theirs, keys(*range(number, number + 8)))
+    for number in range(0, 640, 32):
+        assert rig.put(theirs, keys(*range(number, number + 32))).all()
     assert rig.lookup(ours, keys(1, 2, 3), lease_id=1).hit_tokens == 3 * 16
     assert rig.lookup(theirs, keys(0), lease_id=1).hit_tokens == 0
 
@@ -68,31 +68,28 @@ def test_tenants_have_sessions_and_namespaces_in_equal_parts(bound: str) -> None
 def test_the_contracts_of_one_tenant_leave_the_other_its_part() -> None:
     """Some 90 contracts of 45 KiB locked everybody else out."""
     rig = two_tenants()
+    names = ("model", "revision", "layout", "model_dtype", "quantization", "rope_digest")
+    large = dict.fromkeys(names, "\U0001f525" * 640)
 
-    def fat(number: int) -> Contract:
-        names = ("model", "revision", "layout", "model_dtype", "quantization", "rope_digest")
-        return contract(draft_model=f"{number}", **dict.fromkeys(names, "\U0001f525" * 640))
+    def attach(number: int, tenant: str) -> int:
+        made = contract(draft_model=f"{number}", **large)
+        rig.attach(made, tenant=tenant, engine_id=f"e{number}")
+        return len(made.to_json())
 
-    taken, error = 0, None
-    for number in range(MANY):
-        try:
-            rig.attach(fat(number), tenant="a", engine_id=f"e{number}")
-        except KVHearthError as refusal:
-            error = refusal
-            break
-        taken += len(fat(number).to_json())
-    assert error is not None
-    assert error.reason is Reason.TOO_MANY_NAMESPACES
+    taken = 0
+    with refused(Reason.TOO_MANY_NAMESPACES):
+        for number in range(MANY):
+            taken += attach(number, "a")
     assert 0.45 * CONTRACT_BYTES_MAX < taken <= 0.5 * CONTRACT_BYTES_MAX
     for number in range(20):
-        rig.attach(fat(MANY + number), tenant="b", engine_id=f"e{number}")
+        attach(MANY + number, "b")
 
 
 def test_nobodys_empty_namespaces_go_for_another_tenant() -> None:
     """A forgotten namespace loses its copies on SSD: churn of one tenant's must not cost others."""
     rig = two_tenants(namespaces_max=8)
     kept = rig.attach(tenant="b")
-    digest = rig.state.namespaces.get(rig.group(kept).namespace).digest
+    digest = rig.space(kept).digest
     rig.leave(kept)
     for number in range(40):
         rig.leave(rig.attach(numbered(number), tenant="a", engine_id=f"e{number}"))
@@ -134,3 +131,44 @@ def test_engines_that_hold_stock_leave_room_for_the_next_and_for_readers() -> No
 def test_an_engine_without_others_has_the_bounds_that_it_had() -> None:
     rig = Rig(16, stock_fraction_max=0.75, held_fraction_max=0.8)
     assert reserved_by(rig, 1, 256) == [192]
+
+
+# -- quotas of namespaces --------------------------------------------------------------------------
+
+
+def with_quota(blocks: int = QUOTA) -> Rig:
+    """Four slabs of 16 slots, and a quota of ``blocks`` for every namespace."""
+    return Rig(4, namespace_quota_bytes=blocks * PAGE)
+
+
+def test_a_namespace_at_its_quota_evicts_its_own_blocks_only() -> None:
+    rig = with_quota()
+    mine, theirs = rig.attach(), rig.attach(contract(revision="other"), engine_id="other")
+    named = keys(*range(QUOTA))
+    for half in (named[: QUOTA // 2], named[QUOTA // 2 :]):  # half of it may be reserved at once
+        rig.put(theirs, half)
+    for number in range(60):
+        rig.put(mine, keys(number))
+        assert rig.space(mine).used_bytes <= QUOTA * PAGE
+    assert sum(rig.present(mine, keys(*range(60)))) == QUOTA
+    assert all(rig.present(theirs, named))
+    assert rig.lookup(theirs, named, lease_id=1).hit_tokens == QUOTA * 16
+    with refused(Reason.QUOTA_EXCEEDED):
+        rig.reserve(theirs, 1)
+
+
+def test_a_block_of_more_than_the_quota_evicts_nothing() -> None:
+    rig = with_quota(3)
+    session = rig.attach(contract(full(), full(4 * PAGE)))
+    rig.put(session, keys(0))
+    with refused(Reason.QUOTA_EXCEEDED):
+        rig.reserve(session, 1, kv_group=1)
+    assert rig.present(session, keys(0)) == [True]
+
+
+def test_all_engines_of_a_namespace_share_its_quota() -> None:
+    rig = with_quota()
+    one, other = rig.attach(), rig.attach(engine_id="other")
+    rig.take(one, 7)
+    reserved = rig.reserve(other, 10)
+    assert (reserved.short, len(reserved.handed[0].slots)) == (Reason.QUOTA_EXCEEDED, 3)
