@@ -15,32 +15,21 @@ import os
 import time
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
+from support.machine_base import run_machine
 from support.machine_reads import ReadingRules
 from support.machine_refusals import RefusalRules
 from support.machine_writes import WritingRules
 
 SOAK_S = float(os.environ.get("KVHEARTH_SOAK_S", "60"))
-SETTINGS = settings(
-    deadline=None,
-    print_blob=True,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 class CoreMachine(WritingRules, ReadingRules, RefusalRules):
     """The rules of all groups together."""
 
 
-def test_the_core_against_a_model() -> None:
-    run_state_machine_as_test(
-        CoreMachine,
-        settings=settings(
-            SETTINGS, max_examples=settings.default.max_examples + 20, stateful_step_count=50
-        ),
-    )
+@pytest.mark.parametrize("number", range(3))
+def test_the_core_against_a_model(number: int) -> None:
+    run_machine(CoreMachine, number, examples=20, steps=50)
 
 
 @pytest.mark.slow
@@ -50,8 +39,5 @@ def test_the_core_against_a_model_for_long() -> None:
     number = number or int(time.time())
     while time.monotonic() < end:
         print(f"KVHEARTH_SOAK_SEED={number}", flush=True)
-        run_state_machine_as_test(
-            seed(number)(type("Seeded", (CoreMachine,), {})),
-            settings=settings(SETTINGS, max_examples=50, stateful_step_count=100, database=None),
-        )
+        run_machine(CoreMachine, number, examples=50, steps=100)
         number += 1

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import invariant, precondition, run_state_machine_as_test
+from hypothesis.stateful import invariant, precondition
 from support.core_kit import key
-from support.machine_base import KEYS
+from support.machine_base import KEYS, run_machine
 from support.machine_reads import ReadingRules
 from support.machine_refusals import RefusalRules
 from support.machine_writes import WritingRules
@@ -58,12 +57,4 @@ class SharedIndexMachine(WritingRules, ReadingRules, RefusalRules):
 
 
 def test_the_tables_against_the_core() -> None:
-    run_state_machine_as_test(
-        SharedIndexMachine,
-        settings=settings(
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=list(HealthCheck),
-            stateful_step_count=40,
-        ),
-    )
+    run_machine(SharedIndexMachine, 0, examples=30, steps=40)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from kvhearth.contract import Contract
@@ -88,6 +90,24 @@ class Client:
 
 with_engine = precondition(lambda self: self.deciders())
 """Condition of a rule that needs a living scheduler."""
+
+
+def run_machine(
+    machine: type[RuleBasedStateMachine], number: int, *, examples: int, steps: int
+) -> None:
+    """Run as many examples of a state machine; ``number`` seeds their choices."""
+    run_state_machine_as_test(
+        seed(number)(type("Seeded", (machine,), {})),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            database=None,
+            deadline=None,
+            print_blob=True,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
 
 
 def survives(step: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,9 @@ reads or writes is in use elsewhere.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.remote.mover import Get
 from kvhearth_server.tiers.remote.tier import RemoteTier
-from support.core_kit import Rig, shards_of
+from support.core_kit import Rig
 from support.mover_double import ScriptedMover
 from support.tier_doubles import DramTier
 
@@ -49,7 +51,12 @@ SCRIBBLE = 0xEE
 
 def content_of(space: Namespace, epoch: int, key: bytes, shard: int, length: int) -> U8:
     """Return the bytes of a block's shard, which depend on everything that names it."""
-    seed = hashlib.sha256(b"%b %d %b %d" % (space.digest, epoch, key, shard)).digest()
+    return _content(b"%b %d %b %d" % (space.digest, epoch, key, shard), length)
+
+
+@functools.lru_cache(4096)
+def _content(name: bytes, length: int) -> U8:
+    seed = hashlib.sha256(name).digest()
     return np.frombuffer((seed * (length // len(seed) + 1))[:length], np.uint8)
 
 
@@ -247,12 +254,21 @@ class TierRig(Rig):
         table = self.state.table
         for number, kv_group, heads in self.state.index.items():
             space = self.state.namespaces.get(number)
-            length = space.contract.groups[kv_group].page_bytes
-            for key, head in heads.items():
-                if table.state[head] == State.SUMMED and head not in self.spoilt:
-                    for shard, slot in enumerate(shards_of(table, head)):
-                        wanted = content_of(space, int(table.epoch[head]), key, shard, length)
-                        assert (self.view(slot, length) == wanted).all(), f"slot {slot}: {key!r}"
+            spec = space.contract.groups[kv_group]
+            length, shards = spec.page_bytes, range(spec.shards)
+            served = {
+                key: head
+                for key, head in heads.items()
+                if table.state[head] == State.SUMMED and head not in self.spoilt
+            }
+            slots = table.all_shards(np.array([*served.values()], np.int64), spec.shards)
+            extents = table.extents(slots.reshape(-1), length)
+            places = zip(extents["segment"].tolist(), extents["offset"].tolist(), strict=True)
+            for (key, head), shard in itertools.product(served.items(), shards):
+                segment, offset = next(places)
+                wanted = content_of(space, int(table.epoch[head]), key, shard, length)
+                there = self.regions[segment][offset : offset + length]
+                assert there.data == wanted.data, f"slot {head}, shard {shard}: {key!r}"
 
     def check_slots(self) -> None:
         """Check that slots the tier reads are held, slots it writes to are LOADING, and no slot is
