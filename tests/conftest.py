@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 import structlog
@@ -13,6 +14,7 @@ from support.daemon import Daemon, running_daemon
 from support.native import without_native
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on
 from support.scripted_clock import ScriptedClock, scripted_clock
+from support.tier_rig import MakeRig, TierRig
 
 from kvhearth import native as native_module
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
@@ -74,6 +76,13 @@ def clock() -> Iterator[ScriptedClock]:
     """A clock that moves on when all threads wait."""
     with scripted_clock() as clock:
         yield clock
+
+
+@pytest.fixture
+def tier_rig() -> Iterator[MakeRig]:
+    """What makes rigs, which are closed after the test."""
+    with ExitStack() as ends:
+        yield lambda *args, **options: ends.enter_context(closing(TierRig(*args, **options)))
 
 
 @pytest.fixture

@@ -356,6 +356,12 @@ class TierMachine(RuleBasedStateMachine):
         rig = getattr(self, "rig", None)
         if rig is None:
             return
+        try:
+            self._end_everything(rig)
+        finally:
+            rig.close()
+
+    def _end_everything(self, rig: TierRig) -> None:
         tier: Any = rig.tier
         tier.held, tier.refuse_stores, tier.refuse_loads = False, None, None
         tier.spoil = lambda load, named: None

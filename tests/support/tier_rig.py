@@ -228,6 +228,11 @@ class TierRig(Rig):
         tiers += [self.remote] if remote else []
         self.tiering = Tiering(self.core, tiers, LINEAGE, self.call, lambda: self.now, policy)
 
+    def close(self) -> None:
+        """Close all tiers."""
+        for each in (self.tiering.tier, self.tier, self.remote):
+            each.close()
+
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the core as the engine does."""
         try:
@@ -389,3 +394,6 @@ class TierRig(Rig):
         """Return a counter."""
         self.counted.update(self.state.take_counts())
         return self.counted[name, label]
+
+
+MakeRig = Callable[..., TierRig]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.core_kit import contract, full, key, keys, window
-from support.tier_rig import TierRig
+from support.tier_rig import MakeRig, TierRig
 
 from kvhearth.model import Tier
 from kvhearth_server.core.promotion import REQUESTERS_MAX
@@ -13,9 +13,9 @@ from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.tiers.base import Throttled
 
 
-def writeback_rig(count: int, **options: object) -> tuple[TierRig, int]:
+def writeback_rig(tier_rig: MakeRig, count: int, **options: object) -> tuple[TierRig, int]:
     """A rig whose tier holds blocks 0 to ``count``, none of them in memory."""
-    rig = TierRig(**options)  # type: ignore[arg-type]
+    rig = tier_rig(**options)  # type: ignore[arg-type]
     session = rig.attach()
     for start in range(0, count, 32):
         part = keys(*range(start, min(count, start + 32)))
@@ -25,8 +25,8 @@ def writeback_rig(count: int, **options: object) -> tuple[TierRig, int]:
     return rig, session
 
 
-def test_a_lookup_tells_where_blocks_are_and_promotes_them() -> None:
-    rig, session = writeback_rig(4)
+def test_a_lookup_tells_where_blocks_are_and_promotes_them(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 4)
     rig.put(session, keys(9))
     found = rig.lookup(session, [*keys(0, 1), key(77)])
     one = found.groups[0]
@@ -42,8 +42,8 @@ def test_a_lookup_tells_where_blocks_are_and_promotes_them() -> None:
     assert rig.tier.submitted["store"] == 5
 
 
-def test_blocks_of_several_shards_are_promoted_whole() -> None:
-    rig = TierRig(slabs=8)
+def test_blocks_of_several_shards_are_promoted_whole(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=8)
     session = rig.attach(contract(full(4000, shards=4), window(32, 5000)))
     rig.save(session, keys(1, 2, 3))
     rig.save(session, keys(1, 2, 3), kv_group=1)
@@ -57,16 +57,16 @@ def test_blocks_of_several_shards_are_promoted_whole() -> None:
     assert found.hit_tokens == 48
 
 
-def test_a_key_that_is_named_twice_is_promoted_once() -> None:
-    rig, session = writeback_rig(2)
+def test_a_key_that_is_named_twice_is_promoted_once(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 2)
     rig.want(session, keys(0, 0, 1))
     rig.settle()
     assert rig.tier.submitted["load"] == 2
     assert rig.in_memory(session, keys(0, 1)) == [True, True]
 
 
-def test_a_key_that_is_named_twice_is_called_off_once() -> None:
-    rig, session = writeback_rig(20, slabs=8, queue_reads=8)  # four a turn
+def test_a_key_that_is_named_twice_is_called_off_once(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 20, slabs=8, queue_reads=8)  # four a turn
     rig.tier.held = True
     rig.want(session, keys(*range(5), *range(20)), lease_id=1)
     assert rig.tiering.promoter.queue.blocks == 16
@@ -77,8 +77,8 @@ def test_a_key_that_is_named_twice_is_called_off_once() -> None:
     assert rig.tier.submitted["load"] == 4
 
 
-def test_many_who_ask_for_the_same_load_it_once() -> None:
-    rig, session = writeback_rig(300, slabs=80)
+def test_many_who_ask_for_the_same_load_it_once(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 300, slabs=80)
     rig.tier.held = True
     for lease_id in range(1, 20):
         rig.want(session, keys(*range(300)), lease_id=lease_id)
@@ -89,8 +89,8 @@ def test_many_who_ask_for_the_same_load_it_once() -> None:
     assert all(rig.in_memory(session, keys(*range(300))))
 
 
-def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
-    rig, session = writeback_rig(120, slabs=8)
+def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 120, slabs=8)
     other = rig.attach(engine_id="other")
     rig.tier.held = True
     promotion_queue = rig.lookup(session, keys(*range(100))).promotion_queue
@@ -107,17 +107,17 @@ def test_who_asks_again_and_again_waits_once_and_keeps_no_other_out() -> None:
 
 
 @pytest.mark.parametrize("lack", ["room", "queue"])
-def test_a_block_without_room_at_once_is_promoted_later(lack: str) -> None:
+def test_a_block_without_room_at_once_is_promoted_later(tier_rig: MakeRig, lack: str) -> None:
     bounds = {"queue_reads": 8} if lack == "queue" else {}
-    rig, session = writeback_rig(60, slabs=8, **bounds)
+    rig, session = writeback_rig(tier_rig, 60, slabs=8, **bounds)
     rig.want(session, keys(*range(60)))
     assert len(rig.core.promotions) < 60
     rig.settle()
     assert all(rig.in_memory(session, keys(*range(60))))
 
 
-def test_what_waits_for_room_does_not_keep_the_loop_busy() -> None:
-    rig, session = writeback_rig(60, slabs=8)
+def test_what_waits_for_room_does_not_keep_the_loop_busy(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 60, slabs=8)
     rig.tier.held = True
     rig.want(session, keys(*range(60)))
     rig.turn()
@@ -126,16 +126,18 @@ def test_what_waits_for_room_does_not_keep_the_loop_busy() -> None:
     assert not rig.tiering.due.is_set()
 
 
-def test_what_finds_no_room_while_nothing_is_under_way_is_told() -> None:
-    rig, session = writeback_rig(4, held_fraction_max=0.25)
+def test_what_finds_no_room_while_nothing_is_under_way_is_told(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 4, held_fraction_max=0.25)
     rig.take(session, 16)
     rig.want(session, keys(*range(4)))
     assert rig.tiering.idle
     assert rig.count_of("promotion_failed", "no_room") == 4
 
 
-def test_a_cancelled_promotion_frees_its_slots_when_the_tier_is_done_with_them() -> None:
-    rig, session = writeback_rig(4)
+def test_a_cancelled_promotion_frees_its_slots_when_the_tier_is_done_with_them(
+    tier_rig: MakeRig,
+) -> None:
+    rig, session = writeback_rig(tier_rig, 4)
     rig.tier.held = True
     rig.want(session, keys(*range(4)), lease_id=7)
     rig.tiering.promoter.cancel(rig.group(session).number, [7])
@@ -148,8 +150,8 @@ def test_a_cancelled_promotion_frees_its_slots_when_the_tier_is_done_with_them()
     assert not any(rig.in_memory(session, keys(*range(4))))
 
 
-def test_what_waits_is_cancelled_with_its_request() -> None:
-    rig, session = writeback_rig(60, slabs=8)
+def test_what_waits_is_cancelled_with_its_request(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 60, slabs=8)
     rig.tier.held = True
     rig.want(session, keys(*range(60)), lease_id=7)
     group = rig.group(session).number
@@ -162,8 +164,8 @@ def test_what_waits_is_cancelled_with_its_request() -> None:
     assert rig.state.namespaces.get(1).used_bytes == 0
 
 
-def test_requesters_of_a_promotion_are_bounded() -> None:
-    rig, session = writeback_rig(2)
+def test_requesters_of_a_promotion_are_bounded(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 2)
     rig.tier.held = True
     for lease_id in range(1, 2 * REQUESTERS_MAX):
         rig.want(session, keys(0, 1), lease_id=lease_id)
@@ -177,8 +179,8 @@ def test_requesters_of_a_promotion_are_bounded() -> None:
     assert not promotions._by_requester
 
 
-def test_blocks_that_rise_into_new_weights_are_dropped() -> None:
-    rig, session = writeback_rig(2)
+def test_blocks_that_rise_into_new_weights_are_dropped(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 2)
     rig.tier.held = True
     rig.want(session, keys(0, 1))
     rig.core.bump_epoch(session, 1)
@@ -188,8 +190,8 @@ def test_blocks_that_rise_into_new_weights_are_dropped() -> None:
     assert not rig.lookup(session, keys(0, 1)).groups[0].present.any()
 
 
-def test_wrong_bytes_below_are_a_miss_and_never_served() -> None:
-    rig, session = writeback_rig(2)
+def test_wrong_bytes_below_are_a_miss_and_never_served(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 2)
     rig.tier.damage(key(0))
     rig.want(session, keys(0, 1))
     rig.settle()
@@ -198,8 +200,8 @@ def test_wrong_bytes_below_are_a_miss_and_never_served() -> None:
     assert rig.count_of("checksum_failures", "ssd") == 1
 
 
-def test_a_promotion_stays_within_the_quota() -> None:
-    rig, session = writeback_rig(20)
+def test_a_promotion_stays_within_the_quota(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 20)
     rig.state.namespaces.get(1).quota_bytes = 10 * 4096
     rig.put(session, keys(100))
     rig.settle()
@@ -209,8 +211,8 @@ def test_a_promotion_stays_within_the_quota() -> None:
     assert any(rig.in_memory(session, keys(*range(20))))
 
 
-def test_a_forgotten_namespace_gets_nothing() -> None:
-    rig = TierRig(namespaces_max=1)
+def test_a_forgotten_namespace_gets_nothing(tier_rig: MakeRig) -> None:
+    rig = tier_rig(namespaces_max=1)
     session = rig.attach()
     rig.save(session, keys(1))
     bring_back = rig.tiering.repair(np.array([rig.head(session, key(1))]))
@@ -223,8 +225,8 @@ def test_a_forgotten_namespace_gets_nothing() -> None:
     assert rig.tier.submitted["load"] == 0
 
 
-def test_stray_slots_of_an_earlier_run_wait_for_its_requests() -> None:
-    rig = TierRig()
+def test_stray_slots_of_an_earlier_run_wait_for_its_requests(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.tier.loads_of_the_dead = True
     rig.put(session, keys(1))
@@ -238,8 +240,8 @@ def test_stray_slots_of_an_earlier_run_wait_for_its_requests() -> None:
     assert not len(rig.core.promotions.orphaned_loads)
 
 
-def test_a_tier_that_takes_no_loads_is_told_as_such() -> None:
-    rig, session = writeback_rig(2)
+def test_a_tier_that_takes_no_loads_is_told_as_such(tier_rig: MakeRig) -> None:
+    rig, session = writeback_rig(tier_rig, 2)
     rig.tier.refuse_loads = Throttled("degraded")
     rig.want(session, keys(0, 1))
     rig.settle()

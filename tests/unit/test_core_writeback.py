@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 from support.core_kit import contract, full, key, keys, refused
-from support.tier_rig import TierRig
+from support.tier_rig import MakeRig
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.slot_table import CopyState
@@ -16,8 +16,8 @@ FULL = 32
 """Blocks of 4 KiB in two slabs."""
 
 
-def test_an_operator_evicts_what_waits_but_not_what_is_written() -> None:
-    rig = TierRig(slabs=2)
+def test_an_operator_evicts_what_waits_but_not_what_is_written(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.tier.held = True
     rig.put(session, keys(*range(8)))
@@ -31,8 +31,8 @@ def test_an_operator_evicts_what_waits_but_not_what_is_written() -> None:
     assert rig.tier.keys() == set(keys(*range(8)))
 
 
-def test_a_block_without_its_checksum_is_neither_written_nor_evicted() -> None:
-    rig = TierRig(slabs=2)
+def test_a_block_without_its_checksum_is_neither_written_nor_evicted(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.put(session, keys(*range(FULL)), summed=False)
     rig.settle()
@@ -41,8 +41,8 @@ def test_a_block_without_its_checksum_is_neither_written_nor_evicted() -> None:
         rig.reserve(session, 1)
 
 
-def test_blocks_of_old_weights_are_not_written() -> None:
-    rig = TierRig(slabs=2)
+def test_blocks_of_old_weights_are_not_written(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.tier.refuse_stores = Throttled("recovering")
     rig.put(session, keys(*range(FULL)))
@@ -53,8 +53,8 @@ def test_blocks_of_old_weights_are_not_written() -> None:
     rig.put(session, keys(100, 101))
 
 
-def test_an_old_block_that_is_written_last_does_not_pass_for_the_new_one() -> None:
-    rig = TierRig()
+def test_an_old_block_that_is_written_last_does_not_pass_for_the_new_one(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.tier.held = True
     rig.put(session, keys(1))
@@ -73,8 +73,8 @@ def test_an_old_block_that_is_written_last_does_not_pass_for_the_new_one() -> No
     assert rig.copy_state(session, key(1)) != CopyState.SAVED
 
 
-def test_what_the_tier_let_go_before_it_said_done_is_not_saved() -> None:
-    rig = TierRig()
+def test_what_the_tier_let_go_before_it_said_done_is_not_saved(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     poll = rig.tier.poll
 
@@ -90,8 +90,8 @@ def test_what_the_tier_let_go_before_it_said_done_is_not_saved() -> None:
     assert rig.copy_state(session, key(2)) == CopyState.SAVED
 
 
-def test_what_the_tier_evicted_is_written_again_before_its_room_is_taken() -> None:
-    rig = TierRig(slabs=2)
+def test_what_the_tier_evicted_is_written_again_before_its_room_is_taken(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.save(session, keys(*range(FULL)))
     rig.tier.evict(keys(*range(FULL)))
@@ -105,8 +105,8 @@ def test_what_the_tier_evicted_is_written_again_before_its_room_is_taken() -> No
     rig.put(session, keys(100))
 
 
-def test_a_tier_smaller_than_memory_is_not_written_to_without_end() -> None:
-    rig = TierRig(slabs=2)
+def test_a_tier_smaller_than_memory_is_not_written_to_without_end(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.save(session, keys(*range(FULL)))
     rig.tier.evict(keys(*range(FULL)))
@@ -130,8 +130,10 @@ def test_a_tier_smaller_than_memory_is_not_written_to_without_end() -> None:
 
 
 @pytest.mark.parametrize("state", ["lost", "waiting"])
-def test_another_slot_size_gets_the_room_of_blocks_that_are_to_be_saved_first(state: str) -> None:
-    rig = TierRig(slabs=2)
+def test_another_slot_size_gets_the_room_of_blocks_that_are_to_be_saved_first(
+    tier_rig: MakeRig, state: str
+) -> None:
+    rig = tier_rig(slabs=2)
     small = rig.attach()
     large = rig.attach(contract(full(8192), revision="large"), engine_id="large")
     if state == "waiting":
@@ -154,8 +156,8 @@ def test_another_slot_size_gets_the_room_of_blocks_that_are_to_be_saved_first(st
     raise AssertionError("no room for the other size, ever")
 
 
-def test_a_tenant_whose_blocks_cannot_be_held_keeps_no_other_waiting() -> None:
-    rig = TierRig(slabs=4, tenants=("t", "u"), held_fraction_max=0.5)
+def test_a_tenant_whose_blocks_cannot_be_held_keeps_no_other_waiting(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=4, tenants=("t", "u"), held_fraction_max=0.5)
     first, second = rig.attach(), rig.attach(tenant="u", engine_id="u")
     rig.tier.refuse_stores = Throttled("recovering")
     rig.put(first, keys(*range(32)))
@@ -173,8 +175,8 @@ def test_a_tenant_whose_blocks_cannot_be_held_keeps_no_other_waiting() -> None:
     assert rig.copy_state(first, key(39)) == CopyState.SAVED
 
 
-def test_tenants_take_turns() -> None:
-    rig = TierRig(slabs=64, tenants=("t", "u"))
+def test_tenants_take_turns(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=64, tenants=("t", "u"))
     first, second = rig.attach(), rig.attach(tenant="u", engine_id="u")
     rig.tier.refuse_stores = Throttled("recovering")
     for start in range(0, 800, 400):
@@ -186,15 +188,17 @@ def test_tenants_take_turns() -> None:
     assert rig.copy_state(second, key(1)) == CopyState.SAVED
 
 
-def test_a_block_larger_than_what_is_written_at_once_is_written_alone() -> None:
-    rig = TierRig(slabs=40, slab_bytes=8192)
+def test_a_block_larger_than_what_is_written_at_once_is_written_alone(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=40, slab_bytes=8192)
     session = rig.attach(contract(full(shards=16)))
     rig.save(session, keys(1, 2))
     assert rig.tier.keys() == set(keys(1, 2))
 
 
-def test_what_admission_refused_may_go_and_is_offered_again_when_asked_for() -> None:
-    rig = TierRig(slabs=2)
+def test_what_admission_refused_may_go_and_is_offered_again_when_asked_for(
+    tier_rig: MakeRig,
+) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.tier.spoil = lambda load, key: Throttled("admission")
     rig.save(session, keys(1, 2))
@@ -206,8 +210,8 @@ def test_what_admission_refused_may_go_and_is_offered_again_when_asked_for() -> 
     assert rig.count_of("demotion_refused", "admission") == 2
 
 
-def test_wrong_bytes_in_memory_are_found_on_the_way_down() -> None:
-    rig = TierRig()
+def test_wrong_bytes_in_memory_are_found_on_the_way_down(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.put(session, keys(1, 2))
     rig.view(rig.head(session, key(1)), 4096)[5] ^= 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.core_kit import contract, full, key, keys, window
 from support.mover_double import ScriptedMover
-from support.tier_rig import TierRig
+from support.tier_rig import MakeRig, TierRig
 
 from kvhearth.errors import Reason
 from kvhearth.model import Tier
@@ -52,8 +52,8 @@ def known(rig: TierRig, session: int, named: list[bytes]) -> list[int]:
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_the_second_use_publishes_a_chain_parents_first(local: bool) -> None:
-    rig = TierRig(local=local, remote=True)
+def test_the_second_use_publishes_a_chain_parents_first(tier_rig: MakeRig, local: bool) -> None:
+    rig = tier_rig(local=local, remote=True)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(*range(8)))
     rig.turn(3)
@@ -71,8 +71,8 @@ def test_the_second_use_publishes_a_chain_parents_first(local: bool) -> None:
     assert rig.count_of("published_blocks") == 8
 
 
-def test_a_block_is_published_after_those_before_it() -> None:
-    rig = TierRig(local=False, remote=True)
+def test_a_block_is_published_after_those_before_it(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(*range(8)))
     for _ in range(2):
@@ -80,9 +80,9 @@ def test_a_block_is_published_after_those_before_it() -> None:
     assert put_keys(mover) == keys(*range(6))
 
 
-def test_policies() -> None:
+def test_policies(tier_rig: MakeRig) -> None:
     for policy, wanted in ((ALL, keys(*range(4))), (NEVER, [])):
-        rig = TierRig(local=False, remote=True, policy=policy)
+        rig = tier_rig(local=False, remote=True, policy=policy)
         session, mover = rig.attach(), rig.mover
         rig.put(session, keys(*range(4)))
         rig.turn(4)
@@ -91,8 +91,8 @@ def test_policies() -> None:
         assert put_keys(mover) == wanted
 
 
-def test_publishing_does_not_hold_eviction_back() -> None:
-    rig = TierRig(slabs=2, local=False, remote=True, policy=ALL)
+def test_publishing_does_not_hold_eviction_back(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2, local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     mover.held = True
     for number in range(200):
@@ -105,8 +105,10 @@ def test_publishing_does_not_hold_eviction_back() -> None:
 
 
 @pytest.mark.parametrize("reason", ["open", "rate"])
-def test_a_remote_that_refuses_for_a_moment_gets_the_blocks_later(reason: str) -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL)
+def test_a_remote_that_refuses_for_a_moment_gets_the_blocks_later(
+    tier_rig: MakeRig, reason: str
+) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     mover.refusal = Throttled(reason, 0.5)  # type: ignore[arg-type]
     rig.put(session, keys(*range(4)))
@@ -119,8 +121,10 @@ def test_a_remote_that_refuses_for_a_moment_gets_the_blocks_later(reason: str) -
     assert put_keys(mover) == keys(*range(4))
 
 
-def test_what_finds_no_staging_is_left_out_with_all_behind_it_until_it_is_used() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL)
+def test_what_finds_no_staging_is_left_out_with_all_behind_it_until_it_is_used(
+    tier_rig: MakeRig,
+) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     mover.refusal = Throttled("queue")  # type: ignore[arg-type]
     rig.put(session, keys(*range(4)))
@@ -133,8 +137,8 @@ def test_what_finds_no_staging_is_left_out_with_all_behind_it_until_it_is_used()
     assert put_keys(mover) == keys(*range(4))
 
 
-def test_a_failed_put_is_counted_and_offered_again() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL)
+def test_a_failed_put_is_counted_and_offered_again(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     mover.failure = Failed("timeout")  # type: ignore[arg-type]
     rig.put(session, keys(0, 1))
@@ -145,8 +149,8 @@ def test_a_failed_put_is_counted_and_offered_again() -> None:
     assert rig.count_of("published_blocks") == 2
 
 
-def test_wrong_bytes_in_memory_are_not_published() -> None:
-    rig = TierRig(local=False, remote=True)
+def test_wrong_bytes_in_memory_are_not_published(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     head = rig.head(session, key(1))
@@ -161,8 +165,8 @@ def test_wrong_bytes_in_memory_are_not_published() -> None:
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_blocks_come_back_from_the_remote(local: bool) -> None:
-    rig = TierRig(local=local, remote=True, policy=ALL)
+def test_blocks_come_back_from_the_remote(tier_rig: MakeRig, local: bool) -> None:
+    rig = tier_rig(local=local, remote=True, policy=ALL)
     session = rig.attach()
     rig.put(session, keys(*range(8)))
     rest(rig)
@@ -185,8 +189,8 @@ def test_blocks_come_back_from_the_remote(local: bool) -> None:
     assert rig.count_of("promoted_blocks") == 8
 
 
-def test_a_hole_ends_a_load_and_wrong_bytes_are_never_served() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL)
+def test_a_hole_ends_a_load_and_wrong_bytes_are_never_served(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(*range(8)))
     rest(rig)
@@ -204,8 +208,8 @@ def test_a_hole_ends_a_load_and_wrong_bytes_are_never_served() -> None:
     assert known(rig, session, keys(*range(8)))[5] == Tier.NOWHERE
 
 
-def test_a_caller_that_does_not_wait_costs_no_read() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL)
+def test_a_caller_that_does_not_wait_costs_no_read(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rest(rig)
@@ -225,8 +229,8 @@ def test_a_caller_that_does_not_wait_costs_no_read() -> None:
     assert rig.in_memory(session, keys(0, 1)) == [True, True]
 
 
-def test_weights_without_a_label_are_off_the_remote() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL)
+def test_weights_without_a_label_are_off_the_remote(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rest(rig)
@@ -247,8 +251,8 @@ def test_weights_without_a_label_are_off_the_remote() -> None:
     assert known(rig, session, keys(0, 1)) == [Tier.REMOTE] * 2, "the first weights again"
 
 
-def test_a_label_is_given_once() -> None:
-    rig = TierRig(local=False, remote=True)
+def test_a_label_is_given_once(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True)
     session = rig.attach()
     epoch = rig.epoch(session)
     assert rig.core.bump_epoch(session, epoch, label="a", relabel=True) == epoch
@@ -259,8 +263,8 @@ def test_a_label_is_given_once() -> None:
     assert rig.epoch(session) == epoch
 
 
-def test_a_dead_remote_leaves_lookups_as_they_are() -> None:
-    rig = TierRig(local=True, remote=True, policy=ALL)
+def test_a_dead_remote_leaves_lookups_as_they_are(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=True, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     mover.up = False
     rig.turn()
@@ -283,8 +287,8 @@ def leave(rig: TierRig, session: int, named: list[bytes]) -> None:
     rest(rig)
 
 
-def test_hot_blocks_that_the_ssd_drops_are_published_from_memory() -> None:
-    rig = TierRig(remote=True)
+def test_hot_blocks_that_the_ssd_drops_are_published_from_memory(tier_rig: MakeRig) -> None:
+    rig = tier_rig(remote=True)
     session, mover = rig.attach(), rig.mover
     rig.save(session, keys(*range(4)))
     leave(rig, session, keys(2, 3))
@@ -293,8 +297,8 @@ def test_hot_blocks_that_the_ssd_drops_are_published_from_memory() -> None:
     assert put_keys(mover) == keys(*range(4)), "each once"
 
 
-def test_hot_blocks_that_the_ssd_alone_has_are_read_and_published() -> None:
-    rig = TierRig(remote=True, buffer_bytes=1 << 20)
+def test_hot_blocks_that_the_ssd_alone_has_are_read_and_published(tier_rig: MakeRig) -> None:
+    rig = tier_rig(remote=True, buffer_bytes=1 << 20)
     session, mover = rig.attach(), rig.mover
     rig.save(session, keys(*range(4)))
     rig.drop(session, keys(*range(4)))
@@ -308,8 +312,8 @@ def test_hot_blocks_that_the_ssd_alone_has_are_read_and_published() -> None:
 
 
 @pytest.mark.parametrize("why", ["no buffer", "busy", "down", "refused", "gone"])
-def test_hot_blocks_are_left_out_rather_than_waited_for(why: str) -> None:
-    rig = TierRig(remote=True, buffer_bytes=0 if why == "no buffer" else 1 << 20)
+def test_hot_blocks_are_left_out_rather_than_waited_for(tier_rig: MakeRig, why: str) -> None:
+    rig = tier_rig(remote=True, buffer_bytes=0 if why == "no buffer" else 1 << 20)
     session, mover = rig.attach(), rig.mover
     rig.save(session, keys(*range(4)))
     rig.drop(session, keys(*range(4)))
@@ -335,8 +339,8 @@ def test_hot_blocks_are_left_out_rather_than_waited_for(why: str) -> None:
     assert put_keys(mover) == (keys(0, 1) if why == "busy" else [])
 
 
-def test_what_the_ssd_drops_of_old_weights_stays_off_the_remote() -> None:
-    rig = TierRig(remote=True, buffer_bytes=1 << 20)
+def test_what_the_ssd_drops_of_old_weights_stays_off_the_remote(tier_rig: MakeRig) -> None:
+    rig = tier_rig(remote=True, buffer_bytes=1 << 20)
     session, mover = rig.attach(), rig.mover
     rig.save(session, keys(0, 1))
     rig.drop(session, keys(0, 1))
@@ -347,8 +351,8 @@ def test_what_the_ssd_drops_of_old_weights_stays_off_the_remote() -> None:
     assert not mover.requests
 
 
-def test_a_use_in_the_second_half_of_its_life_renews_a_block() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL, life_s=100.0)
+def test_a_use_in_the_second_half_of_its_life_renews_a_block(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL, life_s=100.0)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(*range(4)))
     rest(rig)
@@ -360,8 +364,8 @@ def test_a_use_in_the_second_half_of_its_life_renews_a_block() -> None:
     assert rig.count_of("renewed_blocks") == 8
 
 
-def test_a_renewal_that_fails_is_tried_again_after_a_pause() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL, life_s=160.0)
+def test_a_renewal_that_fails_is_tried_again_after_a_pause(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL, life_s=160.0)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rest(rig)
@@ -374,8 +378,8 @@ def test_a_renewal_that_fails_is_tried_again_after_a_pause() -> None:
         mover.failure = None
 
 
-def test_without_a_ttl_nothing_is_renewed() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL)
+def test_without_a_ttl_nothing_is_renewed(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rest(rig)
@@ -385,8 +389,8 @@ def test_without_a_ttl_nothing_is_renewed() -> None:
     assert len(put_keys(mover)) == 2
 
 
-def test_the_policy_may_change() -> None:
-    rig = TierRig(local=False, remote=True, policy=NEVER)
+def test_the_policy_may_change(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=NEVER)
     session, mover = rig.attach(), rig.mover
     rig.put(session, keys(0, 1))
     rig.tiering.use_policy(ALL)
@@ -401,8 +405,8 @@ def test_the_policy_may_change() -> None:
     assert put_keys(mover) == keys(4)
 
 
-def test_a_window_at_the_remote_needs_its_last_blocks_only() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL)
+def test_a_window_at_the_remote_needs_its_last_blocks_only(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(contract(full(), window(64))), rig.mover
     named = keys(*range(12))
     for kv_group in (0, 1):
@@ -428,8 +432,8 @@ def test_a_window_at_the_remote_needs_its_last_blocks_only() -> None:
     assert rig.lookup_all(session, {0: named, 1: named}).hit_tokens == 12 * 16
 
 
-def test_another_tenants_blocks_are_never_found() -> None:
-    rig = TierRig(local=False, remote=True, policy=ALL, tenants=("t", "u"))
+def test_another_tenants_blocks_are_never_found(tier_rig: MakeRig) -> None:
+    rig = tier_rig(local=False, remote=True, policy=ALL, tenants=("t", "u"))
     mine, mover = rig.attach(), rig.mover
     theirs = rig.attach(tenant="u")
     rig.put(mine, keys(*range(4)))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from support.core_kit import contract, full, key, keys, refused
-from support.tier_rig import TierRig
+from support.tier_rig import MakeRig, TierRig
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.slot_table import CopyState, State
@@ -35,8 +35,10 @@ def gets_room(rig: TierRig, session: int, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("how", ["batches", "blocks", "hangs"])
-def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> None:
-    rig = TierRig(slabs=2)
+def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(
+    tier_rig: MakeRig, how: str
+) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     if how == "blocks":
         rig.tier.spoil = lambda load, named: None if load else Throttled("full", 0.02)
@@ -63,8 +65,8 @@ def test_a_tier_that_makes_no_progress_is_waited_for_only_so_long(how: str) -> N
     assert rig.count_of("demotion_refused", "slow") > 0
 
 
-def test_progress_is_waited_for_as_long_as_it_takes() -> None:
-    rig = TierRig(slabs=2, queue_writes=4)
+def test_progress_is_waited_for_as_long_as_it_takes(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2, queue_writes=4)
     session = rig.attach()
     rig.put(session, keys(*range(32)))
     rig.tier.held = True
@@ -78,8 +80,8 @@ def test_progress_is_waited_for_as_long_as_it_takes() -> None:
     assert rig.tier.keys() == set(keys(*range(32)))
 
 
-def test_a_log_that_is_read_back_is_waited_for_unless_its_drive_hangs() -> None:
-    rig = TierRig(slabs=2)
+def test_a_log_that_is_read_back_is_waited_for_unless_its_drive_hangs(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.tier.refuse_stores = Throttled("recovering", 0.1)
     rig.tier.recovering = True
@@ -92,8 +94,8 @@ def test_a_log_that_is_read_back_is_waited_for_unless_its_drive_hangs() -> None:
     assert rig.count_of("demotion_refused", "slow") > 0
 
 
-def test_only_pressed_blocks_are_written_while_the_log_is_read_back() -> None:
-    rig = TierRig(slabs=2)
+def test_only_pressed_blocks_are_written_while_the_log_is_read_back(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.tier.recovering = True
     rig.put(session, keys(*range(32)))
@@ -118,8 +120,8 @@ def test_only_pressed_blocks_are_written_while_the_log_is_read_back() -> None:
     rig.settle()
 
 
-def test_a_tier_that_makes_small_steps_is_not_given_up() -> None:
-    rig = TierRig(slabs=2)
+def test_a_tier_that_makes_small_steps_is_not_given_up(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.tier.held = True
     rig.put(session, keys(*range(32)))
@@ -132,8 +134,8 @@ def test_a_tier_that_makes_small_steps_is_not_given_up() -> None:
     assert rig.tier.keys() == set(keys(*range(32)))
 
 
-def test_a_process_that_was_stopped_gives_nothing_up() -> None:
-    rig = TierRig(slabs=2)
+def test_a_process_that_was_stopped_gives_nothing_up(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.tier.refuse_stores = Throttled("full", 0.02)
     rig.put(session, keys(*range(32)))
@@ -147,8 +149,8 @@ def test_a_process_that_was_stopped_gives_nothing_up() -> None:
 
 
 @pytest.mark.parametrize("how", ["batches", "blocks"])
-def test_a_full_tier_is_not_asked_again_and_again(how: str) -> None:
-    rig = TierRig(slabs=64)
+def test_a_full_tier_is_not_asked_again_and_again(tier_rig: MakeRig, how: str) -> None:
+    rig = tier_rig(slabs=64)
     session = rig.attach()
     if how == "batches":
         rig.tier.refuse_stores = Throttled("full", 0.02)
@@ -170,8 +172,8 @@ def test_a_full_tier_is_not_asked_again_and_again(how: str) -> None:
     assert len(rig.tier.keys()) == 100
 
 
-def test_a_tenant_that_may_hold_nothing_does_not_keep_the_loop_busy() -> None:
-    rig = TierRig(held_fraction_max=0.5)
+def test_a_tenant_that_may_hold_nothing_does_not_keep_the_loop_busy(tier_rig: MakeRig) -> None:
+    rig = tier_rig(held_fraction_max=0.5)
     session = rig.attach()
     rig.tier.refuse_stores = Throttled("recovering")
     rig.put(session, keys(*range(32)))
@@ -185,8 +187,8 @@ def test_a_tenant_that_may_hold_nothing_does_not_keep_the_loop_busy() -> None:
     assert not rig.tiering.due.is_set()
 
 
-def test_a_turn_has_bounded_work() -> None:
-    rig = TierRig(slabs=256)
+def test_a_turn_has_bounded_work(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=256)
     session = rig.attach(contract(full(), full(shards=1)))
     for start in range(0, 800, 200):
         rig.put(session, keys(*range(start, start + 200)), kv_group=start // 200 % 2)
@@ -206,9 +208,9 @@ def test_a_turn_has_bounded_work() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3, 8, 64])
-def test_blocks_of_many_shards_fit_the_queues_of_the_tier(shards: int) -> None:
+def test_blocks_of_many_shards_fit_the_queues_of_the_tier(tier_rig: MakeRig, shards: int) -> None:
     count = 240 // shards
-    rig = TierRig(slabs=64, queue_writes=96, queue_reads=96)
+    rig = tier_rig(slabs=64, queue_writes=96, queue_reads=96)
     session = rig.attach(contract(full(shards=shards)))
     rig.save(session, keys(*range(count)))
     assert rig.tier.keys() == set(keys(*range(count)))
@@ -218,8 +220,8 @@ def test_blocks_of_many_shards_fit_the_queues_of_the_tier(shards: int) -> None:
     assert all(rig.in_memory(session, keys(*range(count))))
 
 
-def test_a_tier_that_is_degraded_is_asked_again_later() -> None:
-    rig = TierRig(slabs=2)
+def test_a_tier_that_is_degraded_is_asked_again_later(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=2)
     session = rig.attach()
     rig.tier.refuse_stores = Throttled("degraded", 60.0)
     rig.put(session, keys(*range(16)))
@@ -241,8 +243,8 @@ def test_a_tier_that_is_degraded_is_asked_again_later() -> None:
     assert rig.tier.keys() == {key(40)}
 
 
-def test_wishes_that_wait_are_bounded() -> None:
-    rig = TierRig(slabs=64)
+def test_wishes_that_wait_are_bounded(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=64)
     session = rig.attach()
     rig.save(session, keys(*range(600)))
     rig.drop(session, keys(*range(600)))
@@ -258,8 +260,8 @@ def test_wishes_that_wait_are_bounded() -> None:
     rig.settle()
 
 
-def test_evictions_of_unknown_names_are_nobody_s() -> None:
-    rig = TierRig()
+def test_evictions_of_unknown_names_are_nobody_s(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.save(session, keys(1))
     rig.tier.evict(keys(1))
@@ -272,8 +274,8 @@ def test_evictions_of_unknown_names_are_nobody_s() -> None:
     assert rig.count_of("checksum_failures", "ssd") == 1, "wrong bytes are counted all the same"
 
 
-def test_a_name_of_a_forgotten_namespace_is_nobody_s() -> None:
-    rig = TierRig(namespaces_max=1)
+def test_a_name_of_a_forgotten_namespace_is_nobody_s(tier_rig: MakeRig) -> None:
+    rig = tier_rig(namespaces_max=1)
     first = rig.attach()
     rig.save(first, keys(1))
     name = next(iter(rig.tier._blocks))[0]
@@ -284,8 +286,8 @@ def test_a_name_of_a_forgotten_namespace_is_nobody_s() -> None:
     assert rig.tiering.names.namespace(name) is None
 
 
-def test_events_tell_what_is_on_no_tier_any_more() -> None:
-    rig = TierRig()
+def test_events_tell_what_is_on_no_tier_any_more(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.save(session, keys(1, 2))
     rig.drop(session, keys(1))
@@ -296,8 +298,8 @@ def test_events_tell_what_is_on_no_tier_any_more() -> None:
     assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "space")
 
 
-def test_blocks_that_the_tier_itself_found_wrong_are_as_those_of_a_load() -> None:
-    rig = TierRig()
+def test_blocks_that_the_tier_itself_found_wrong_are_as_those_of_a_load(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.save(session, keys(1, 2))
     rig.drop(session, keys(1))
@@ -314,8 +316,10 @@ def test_blocks_that_the_tier_itself_found_wrong_are_as_those_of_a_load() -> Non
 
 
 @pytest.mark.parametrize("how", ["carried", "loaded"])
-def test_blocks_that_the_device_does_not_give_back_are_told_with_its_error(how: str) -> None:
-    rig = TierRig()
+def test_blocks_that_the_device_does_not_give_back_are_told_with_its_error(
+    tier_rig: MakeRig, how: str
+) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.save(session, keys(1, 2))
     rig.drop(session, keys(1))
@@ -337,8 +341,8 @@ def test_blocks_that_the_device_does_not_give_back_are_told_with_its_error(how: 
     assert rig.count_of("checksum_failures", "ssd") == 0
 
 
-def test_a_block_found_wrong_in_memory_rises_again() -> None:
-    rig = TierRig()
+def test_a_block_found_wrong_in_memory_rises_again(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.save(session, keys(1, 2))
     head = rig.head(session, key(2))
@@ -352,8 +356,8 @@ def test_a_block_found_wrong_in_memory_rises_again() -> None:
     assert rig.count_of("repaired_blocks", "dram") == 1
 
 
-def test_a_load_that_hangs_is_told_and_keeps_its_slots() -> None:
-    rig = TierRig()
+def test_a_load_that_hangs_is_told_and_keeps_its_slots(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
     session = rig.attach()
     rig.save(session, keys(1))
     rig.drop(session, keys(1))
@@ -370,8 +374,8 @@ def test_a_load_that_hangs_is_told_and_keeps_its_slots() -> None:
     assert rig.tiering.pause_s() == math.inf
 
 
-def test_a_turn_whose_time_is_over_leaves_the_rest_to_the_next() -> None:
-    rig = TierRig(slabs=64)
+def test_a_turn_whose_time_is_over_leaves_the_rest_to_the_next(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=64)
     session = rig.attach()
     names = keys(*range(3 * BEGUN_AT_ONCE))
     rig.save(session, names)
@@ -393,8 +397,8 @@ def test_a_turn_whose_time_is_over_leaves_the_rest_to_the_next() -> None:
     assert ended == begun
 
 
-def test_drops_of_a_tier_are_told_one_turn_after_another() -> None:
-    rig = TierRig(slabs=8)
+def test_drops_of_a_tier_are_told_one_turn_after_another(tier_rig: MakeRig) -> None:
+    rig = tier_rig(slabs=8)
     session = rig.attach()
     rig.save(session, keys(1, 2))
     told: list[list[bytes]] = []
