@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.client import KVClient, connect
+from kvhearth.contract import Contract
 from support.fake_daemon import FakeDaemon, running, small_contract
-from support.scripted_clock import scripted_clock
+from support.scripted_clock import ScriptedClock, scripted_clock
 
 OPTIONS = "lookup_ms=8000&call_ms=8000&attach_ms=8000&heartbeat_ms=50"
 """Deadlines that calls exceed only if a test delays them."""
@@ -21,11 +22,22 @@ def url_of(directory: Path, options: str = OPTIONS) -> str:
 
 
 @contextlib.contextmanager
-def connected(directory: Path, options: str = OPTIONS, **arguments: Any) -> Iterator[KVClient]:
+def connected(
+    directory: Path,
+    options: str = OPTIONS,
+    *,
+    clock: ScriptedClock | None = None,
+    contract: Contract | None = None,
+    **arguments: Any,
+) -> Iterator[KVClient]:
     """A client on a scripted clock, ``client.clock``; it is closed at the end."""
-    with scripted_clock() as clock:
-        url, given = url_of(directory, options), {"engine_id": "e1", **arguments}
-        client = connect(url, small_contract(), clock=clock, **given)
+    with contextlib.nullcontext(clock) if clock else scripted_clock() as own:
+        client = connect(
+            url_of(directory, options),
+            contract or small_contract(),
+            clock=own,
+            **{"engine_id": "e1", **arguments},
+        )
         try:
             yield client
         finally:

@@ -156,6 +156,8 @@ class FakeDaemon:
         if rpc in ("Lookup", "Prefetch"):
             reply_type = getattr(pb, f"{rpc}Response")
             return reply_type(groups=[presence(group) for group in request.groups])
+        if rpc == "Reserve":
+            return pb.ReserveResponse(short_reason=str(Reason.NO_SPACE))
         if rpc == "BumpEpoch":
             self.epoch = request.expected_epoch + 1
             return pb.BumpEpochResponse(epoch=self.epoch)

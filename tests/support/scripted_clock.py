@@ -12,7 +12,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from kvhearth.clock import Clock
 
@@ -23,6 +24,9 @@ _LOOK_S = 0.002
 _LOCK_S = 0.02
 _TICK_S = 1e-6
 """Shortest wait: what rounding leaves of one would never end."""
+_POLL_S = 0.001
+
+ValueT = TypeVar("ValueT")
 
 
 class _Wait:
@@ -70,6 +74,7 @@ class ScriptedClock(Clock):
         self._threads = {self._test}
         self._waits: dict[threading.Thread, _Wait] = {}
         self._change_count = 0
+        self._held_count = 0
         self._closed = False
         self._driver = threading.Thread(target=self._drive, name="scripted-clock", daemon=True)
         self._driver.start()
@@ -122,6 +127,31 @@ class ScriptedClock(Clock):
         """Let so much time pass, with all that is due in it."""
         self._wait_alone(lambda: False, seconds)
 
+    def result(self, future: Future[ValueT]) -> ValueT:
+        """Let time pass until a future is done, and return its result."""
+        self.until(future.done, "a future's result")
+        return future.result(0)
+
+    def poll(self, function: Callable[[], ValueT | None]) -> ValueT:
+        """Call ``function`` once a millisecond until its value is not None, and return that."""
+        began = time.monotonic()
+        while (value := function()) is None:
+            self.pass_time(_POLL_S)
+            assert time.monotonic() - began < REAL_S, f"no value in {REAL_S} s"
+        return value
+
+    def hold(self) -> None:
+        """Let time pass although one of the clock's threads is inside a call or a copy."""
+        with self._lock:
+            self._held_count += 1
+            self._changed()
+
+    def unhold(self) -> None:
+        """Undo ``hold``, before what was held continues."""
+        with self._lock:
+            self._held_count -= 1
+            self._changed()
+
     def close(self) -> None:
         """End the driver."""
         with self._lock:
@@ -149,7 +179,7 @@ class ScriptedClock(Clock):
                     return
                 change_count, waits = self._change_count, list(self._waits.values())
                 self._threads = {each for each in self._threads if each.is_alive()}
-                quiet = self._threads <= self._waits.keys()
+                quiet = len(self._threads - self._waits.keys()) <= self._held_count
             # No lock is held: a predicate may take others.
             for each in waits:
                 quiet &= each.look()
@@ -162,6 +192,32 @@ class ScriptedClock(Clock):
                     continue
                 self._now = max(self._now, first.deadline)
             first.end()
+
+
+class HeldCall:
+    """Answer of a scripted daemon that comes when the test releases it; time passes until then."""
+
+    def __init__(self, clock: ScriptedClock) -> None:
+        self.reached = False
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+
+    def __call__(self, request: Any) -> None:
+        """Hold the calling thread."""
+        with self._lock:
+            if self._released.is_set():
+                return
+            self._clock.hold()
+            self.reached = True
+        assert self._released.wait(REAL_S), f"held for {REAL_S} s"
+
+    def release(self) -> None:
+        """Let the answer go."""
+        with self._lock:
+            if self.reached:
+                self._clock.unhold()
+            self._released.set()
 
 
 @contextlib.contextmanager

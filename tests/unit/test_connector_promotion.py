@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.attached import url_of
-from support.daemon import until
+from support.attached import connected, url_of
 from support.fake_daemon import PAGE_BYTES, FakeDaemon, key, running
+from support.scripted_clock import HeldCall, ScriptedClock
 from support.scripted_engine import (
     BLOCK_TOKENS,
     ScriptedPool,
@@ -24,9 +22,10 @@ from support.threads import left_since, own_threads
 from support.tower import CONTRACT, Tower, ended
 
 from kvhearth.cache import Cache, LoadResult
-from kvhearth.client import KVClient, connect
-from kvhearth.connectors.core import requests as asking
+from kvhearth.client import KVClient
 from kvhearth.connectors.core.engine import CostLine
+from kvhearth.connectors.core.lookup_queue import Lookup
+from kvhearth.connectors.core.requests import IDLE_SPIN_S, RequestState
 from kvhearth.connectors.core.scheduler import SchedulerConnector
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import Handshake
@@ -35,7 +34,7 @@ from kvhearth.results import PAUSE_MAX_S, PAUSE_MIN_S, PromotionWait
 from kvhearth.transfer.lanes import Transfer
 
 KEYS = [key(number) for number in range(4)]
-DONE_S = 20.0
+DONE_S = 60.0
 
 
 @pytest.fixture
@@ -45,12 +44,11 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 @pytest.fixture
-def client(daemon: FakeDaemon, tmp_path: Path) -> Iterator[KVClient]:
+def client(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[KVClient]:
     others = own_threads()
-    client = connect(url_of(tmp_path), CONTRACT, engine_id="e")
-    assert client.wait_ready(DONE_S)
-    yield client
-    assert client.close(DONE_S)
+    with connected(tmp_path, contract=CONTRACT, clock=clock) as client:
+        assert client.wait_ready(DONE_S)
+        yield client
     assert left_since(others) == []
 
 
@@ -81,7 +79,7 @@ def test_a_cancelled_lookup_names_its_id_granted_or_not(
     assert (some.id, some.lease.id) == (ids[1], ids[1])
     client.cancel(nothing)
     client.cancel(some)
-    until(lambda: ended(daemon) == ([ids[1]], sorted(ids)))
+    client.clock.until(lambda: ended(daemon) == ([ids[1]], sorted(ids)))
 
 
 def test_a_lookup_of_another_boot_is_not_cancelled(
@@ -91,19 +89,19 @@ def test_a_lookup_of_another_boot_is_not_cancelled(
     found = client.lookup({0: KEYS}, prefetch=True)
     daemon.stop()
     with running(tmp_path, CONTRACT) as successor:
-        until(lambda: client.boot_id == successor.boot_id)
+        client.clock.until(lambda: client.boot_id == successor.boot_id)
         client.cancel(found)
         Tower(successor, dram=1)
         mine = client.lookup({0: KEYS}, prefetch=True)
         client.cancel(mine)
-        until(lambda: ended(successor) == ([mine.id], [mine.id]))
+        client.clock.until(lambda: ended(successor) == ([mine.id], [mine.id]))
 
 
 def test_a_lookup_whose_answer_is_lost_is_cancelled(client: KVClient, daemon: FakeDaemon) -> None:
     daemon.refuse_next("Lookup", Reason.DEADLINE)
     assert client.lookup({0: KEYS}, prefetch=True).reason == Reason.DEADLINE
     ids = [lookups(daemon)[0].lease_id]
-    until(lambda: ended(daemon) == (ids, ids))
+    client.clock.until(lambda: ended(daemon) == (ids, ids))
 
 
 # -- loads -------------------------------------------------------------------------------------
@@ -115,53 +113,63 @@ def begin(cache: Cache, wait_s: float, count: int = 4) -> Transfer[LoadResult]:
 
 
 @pytest.mark.parametrize("eta_us", [2000, 0], ids=["from SSD", "until it is checked"])
-def test_a_load_waits_for_promotion(cache: Cache, daemon: FakeDaemon, eta_us: int) -> None:
+def test_a_load_waits_for_promotion(
+    cache: Cache, daemon: FakeDaemon, clock: ScriptedClock, eta_us: int
+) -> None:
     Tower(daemon, dram=1, eta_us=eta_us)
-    done = begin(cache, 10.0).result(DONE_S)
+    done = clock.result(begin(cache, 10.0))
     assert (done.hit_blocks, done.usable_blocks, done.reason) == (4, 4, "")
     ids = [request.lease_id for request in lookups(daemon)]
     assert len(ids) == 4
     # Each answer's promotion was taken over by the next lookup before it was cancelled.
-    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:3]) if eta_us else []))
+    clock.until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:3]) if eta_us else []))
 
 
-def test_a_load_that_is_given_up_cancels_its_promotion(cache: Cache, daemon: FakeDaemon) -> None:
+def test_a_load_that_is_given_up_cancels_its_promotion(
+    cache: Cache, daemon: FakeDaemon, clock: ScriptedClock
+) -> None:
     Tower(daemon, dram=2, step=0, eta_us=60_000_000)
     future = begin(cache, 30.0)
-    until(lambda: lookups(daemon))
+    clock.until(lambda: lookups(daemon))
     assert future.cancel()
-    ids = sorted(request.lease_id for request in lookups(daemon))
-    until(lambda: ended(daemon) == (ids, ids))
+    cancelled_at, ids = clock.now(), sorted(request.lease_id for request in lookups(daemon))
+    clock.until(lambda: ended(daemon) == (ids, ids))
+    assert clock.now() - cancelled_at < 1.0, "not only when its answer is due"
 
 
-def test_a_load_that_waits_holds_no_other_load_up(cache: Cache, daemon: FakeDaemon) -> None:
+def test_a_load_that_waits_holds_no_other_load_up(
+    cache: Cache, daemon: FakeDaemon, clock: ScriptedClock
+) -> None:
     tower = Tower(daemon, dram=1, step=0, eta_us=16_000_000)
     slow = begin(cache, 30.0)
-    until(lambda: lookups(daemon))
-    assert begin(cache, 30.0, count=1).result(DONE_S).usable_blocks == 1
+    clock.until(lambda: lookups(daemon))
+    assert clock.result(begin(cache, 30.0, count=1)).usable_blocks == 1
+    assert not slow.done()
     tower.dram = 4
-    assert slow.result(DONE_S).usable_blocks == 4
+    assert clock.result(slow).usable_blocks == 4
 
 
-def test_a_closed_cache_waits_for_no_promotion(client: KVClient, daemon: FakeDaemon) -> None:
+def test_a_closed_cache_waits_for_no_promotion(
+    client: KVClient, daemon: FakeDaemon, clock: ScriptedClock
+) -> None:
     Tower(daemon, dram=1, step=0, eta_us=60_000_000)
     cache = Cache(client)
     future = begin(cache, 30.0)
-    until(lambda: lookups(daemon))
-    until(lambda: client.counters().get("lookup_hit_tokens"), "the answer")
+    clock.until(lambda: client.counters().get("lookup_hit_tokens"), "the answer")
     assert cache.close(5.0)
     assert future.result(0).usable_blocks == 1
     assert ended(daemon)[0] == sorted(request.lease_id for request in lookups(daemon))
 
 
 def test_a_daemon_that_goes_during_promotion_is_no_long_wait(
-    cache: Cache, daemon: FakeDaemon
+    cache: Cache, daemon: FakeDaemon, clock: ScriptedClock
 ) -> None:
     Tower(daemon, dram=1, step=0, eta_us=20_000)
-    future = begin(cache, 30.0)
-    until(lambda: lookups(daemon))
+    future, began = begin(cache, 30.0), clock.now()
+    clock.until(lambda: lookups(daemon))
     daemon.stop()
-    future.result(DONE_S)
+    clock.result(future)
+    assert clock.now() - began < PAUSE_MAX_S
 
 
 # -- repeated lookups --------------------------------------------------------------------------
@@ -204,7 +212,7 @@ MakeHalf = Callable[..., SchedulerConnector]
 
 
 @pytest.fixture
-def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
+def make_half(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[MakeHalf]:
     """Makes an engine's scheduler half; with seconds per token, one that knows its rates."""
     made: list[SchedulerConnector] = []
 
@@ -217,13 +225,13 @@ def make_half(daemon: FakeDaemon, tmp_path: Path) -> Iterator[MakeHalf]:
         **given: Any,
     ) -> SchedulerConnector:
         settings = Settings(url=url_of(tmp_path), lookup_wait_ms=8000, **given)
-        offer = Handshake(CONTRACT.to_json(), 1, (0,))
-        half = SchedulerConnector(settings, facts_of("e", loads=loads), offer, ScriptedPool(64))
+        offer, facts = Handshake(CONTRACT.to_json(), 1, (0,)), facts_of("e", loads=loads)
+        half = SchedulerConnector(settings, facts, offer, ScriptedPool(64), clock=clock)
         made.append(half)
         _teach(half._policy.load, load)
         _teach(half._policy.promotion, promotion)
         _teach(half._policy.prefill, prefill)
-        assert half._client.wait_ready(20)
+        assert half._client.wait_ready(DONE_S)
         return half
 
     yield make
@@ -243,15 +251,23 @@ def new(half: SchedulerConnector, name: str = "a") -> ScriptedRequest:
     return request
 
 
+def state_of(half: SchedulerConnector, name: str = "a") -> RequestState:
+    """The state of a request."""
+    state = half._requests.find(name)
+    assert state is not None
+    return state
+
+
+def lookup_of(half: SchedulerConnector, name: str = "a") -> Lookup:
+    """The lookup of a request."""
+    lookup = state_of(half, name).lookup
+    assert lookup is not None
+    return lookup
+
+
 def answer(half: SchedulerConnector, request: ScriptedRequest, computed: int = 0) -> int:
     """Returns the number of offered tokens once the lookup has been answered."""
-    end = time.monotonic() + 20
-    while True:
-        tokens = half.matched(request, computed)
-        if tokens is not None:
-            return tokens
-        assert time.monotonic() < end, "no answer"
-        time.sleep(0.001)
+    return half._clock.poll(lambda: half.matched(request, computed))  # type: ignore[attr-defined]
 
 
 def admit(half: SchedulerConnector, request: ScriptedRequest, tokens: int) -> dict[str, float]:
@@ -262,7 +278,7 @@ def admit(half: SchedulerConnector, request: ScriptedRequest, tokens: int) -> di
 
 
 def test_promotion_is_waited_for_and_counted_by_its_source(
-    daemon: FakeDaemon, make_half: MakeHalf
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
 ) -> None:
     tower = Tower(daemon, dram=1)
     half = make_half()
@@ -272,15 +288,15 @@ def test_promotion_is_waited_for_and_counted_by_its_source(
     counts = admit(half, request, TOKENS)
     assert (counts["hit_dram_tokens"], counts["hit_ssd_tokens"]) == (16, 48)
     assert counts["climb_waits"] == 1
-    assert 0 < counts["climb_seconds"] < 20
+    assert 3 * PAUSE_MIN_S <= counts["climb_seconds"] < 3 * PAUSE_MAX_S
     assert "climb_late" not in counts
     assert half.sources("a", 60) == (12, 48)
     assert half._policy.promotion.count == 1
     ids = [asked.lease_id for asked in tower.asked]
     # The load uses the last lookup's lease.
-    until(lambda: ended(daemon) == (sorted(ids[:-1]), sorted(ids[:-1])))
+    clock.until(lambda: ended(daemon) == (sorted(ids[:-1]), sorted(ids[:-1])))
     half._loads.finish("a", failed=False)
-    until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
+    clock.until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
     half.finished(request, ([],))
 
 
@@ -291,10 +307,7 @@ def test_a_request_waits_while_a_remote_is_asked(daemon: FakeDaemon, make_half: 
     assert answer(half, request) == TOKENS
     assert len(tower.asked) > 3
     assert all(asked.wait_us > 0 for asked in tower.asked)
-    state = half._requests.find("a")
-    assert state is not None
-    counts = admit(half, request, TOKENS)
-    assert counts["climb_waits"] == 1
+    assert admit(half, request, TOKENS)["climb_waits"] == 1
 
 
 def test_what_a_remote_is_asked_about_is_stored_if_it_is_computed(
@@ -302,11 +315,8 @@ def test_what_a_remote_is_asked_about_is_stored_if_it_is_computed(
 ) -> None:
     Tower(daemon, dram=1, asking=1 << 30)
     half = make_half(promotion_wait_ms=50)
-    request = new(half)
-    assert answer(half, request) == 16
-    state = half._requests.find("a")
-    assert state is not None
-    assert state.progress.present[0].tolist() == [True, False, False, False]
+    assert answer(half, new(half)) == 16
+    assert state_of(half).progress.present[0].tolist() == [True, False, False, False]
 
 
 def test_the_engine_counts_what_it_has_itself(daemon: FakeDaemon, make_half: MakeHalf) -> None:
@@ -320,16 +330,17 @@ def test_the_engine_counts_what_it_has_itself(daemon: FakeDaemon, make_half: Mak
     assert half._policy.promotion.count == 0
 
 
-def test_where_computing_is_faster_nobody_waits(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+def test_where_computing_is_faster_nobody_waits(
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
+) -> None:
     tower = Tower(daemon, dram=1, eta_us=2_000_000)
     half = make_half(load=FAST, promotion=FAST, prefill=1e-3)
     request = new(half)
     assert answer(half, request) == 16
-    counts = admit(half, request, 16)
-    assert "climb_waits" not in counts
+    assert "climb_waits" not in admit(half, request, 16)
     # Promotions may continue: the next request with this prompt benefits from them.
     half._loads.finish("a", failed=False)
-    until(lambda: ended(daemon) == ([asked.lease_id for asked in tower.asked], []))
+    clock.until(lambda: ended(daemon) == ([asked.lease_id for asked in tower.asked], []))
     half.finished(request, ([],))
 
 
@@ -338,13 +349,10 @@ def test_a_slow_tier_is_not_asked_to_bring_anything_up(
 ) -> None:
     tower = Tower(daemon, dram=1, eta_us=2_000_000)
     half = make_half(load=FAST, promotion=SLOW, prefill=1e-3)
-    request = new(half)
-    assert answer(half, request) == 16
+    assert answer(half, new(half)) == 16
     assert [asked.prefetch for asked in tower.asked] == [False]
-    state = half._requests.find("a")
-    assert state is not None
     # The block is computed and stored again: in memory it serves the next request.
-    assert state.progress.present[0].tolist() == [True, False, False, False]
+    assert state_of(half).progress.present[0].tolist() == [True, False, False, False]
 
 
 def test_a_few_blocks_on_ssd_are_worth_it_where_all_would_not_be(
@@ -354,21 +362,19 @@ def test_a_few_blocks_on_ssd_are_worth_it_where_all_would_not_be(
     tower = Tower(daemon, dram=3, eta_us=1000)
     half = make_half(load=FAST, promotion=2e-3)
     _teach(half._policy.prefill, 1e-4, fixed_s=0.1)
-    request = new(half)
-    assert answer(half, request) == TOKENS
+    assert answer(half, new(half)) == TOKENS
     assert [asked.prefetch for asked in tower.asked] == [False, True, True]
 
 
-def test_the_wait_is_bounded(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+def test_the_wait_is_bounded(daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf) -> None:
     tower = Tower(daemon, dram=1, step=0)
     half = make_half(promotion_wait_ms=100)
-    request = new(half)
-    began = time.monotonic()
+    request, began = new(half), clock.now()
     assert answer(half, request) == 16
-    assert 0.1 <= time.monotonic() - began < 10
+    assert clock.now() - began == pytest.approx(0.1, abs=0.003)
     counts = admit(half, request, 16)
     assert counts["climb_late"] == 1
-    assert counts["climb_seconds"] >= 0.1
+    assert counts["climb_seconds"] == pytest.approx(0.1, abs=0.003)
     assert len(tower.asked) < 20
     assert half._policy.promotion.count == 1
 
@@ -376,57 +382,52 @@ def test_the_wait_is_bounded(daemon: FakeDaemon, make_half: MakeHalf) -> None:
 def test_without_patience_what_is_there_is_taken(daemon: FakeDaemon, make_half: MakeHalf) -> None:
     Tower(daemon, dram=2)
     half = make_half(promotion_wait_ms=0)
-    request = new(half)
-    assert answer(half, request) == 32
+    assert answer(half, new(half)) == 32
 
 
 def test_requests_that_go_away_cancel_their_promotions(
-    daemon: FakeDaemon, make_half: MakeHalf
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
 ) -> None:
     tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
     half = make_half()
     requests = [new(half, str(number)) for number in range(8)]
-    until(lambda: len(tower.asked) == 8)
+    clock.until(lambda: len(tower.asked) == 8)
     for request in requests[:4]:
-        until(lambda request=request: half._requests.find(request.request_id).lookup.result)
+        clock.until(lambda name=request.request_id: lookup_of(half, name).result)
         assert half.matched(request, 0) is None
     for request in requests:
         half.finished(request, ([],))
     ids = sorted(asked.lease_id for asked in tower.asked)
-    until(lambda: ended(daemon) == (ids, ids))
+    clock.until(lambda: ended(daemon) == (ids, ids))
 
 
 def test_a_request_that_waits_in_the_queue_is_asked_for_again(
-    daemon: FakeDaemon, make_half: MakeHalf
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
 ) -> None:
     """Its blocks have been promoted when its turn comes."""
     tower = Tower(daemon, dram=0)
     half = make_half()
     request = new(half)
-    until(lambda: len(tower.asked) == 5)
-    state = half._requests.find("a")
-    assert state is not None
-    assert state.lookup is not None
-    until(lambda: not state.lookup.promotions)  # type: ignore[union-attr]
+    clock.until(lambda: len(tower.asked) == 5)
+    clock.until(lambda: not lookup_of(half).promotions)
     assert half.matched(request, 0) == TOKENS
     assert "climb_waits" not in admit(half, request, TOKENS)
     assert half._policy.promotion.count == 1
 
 
-def test_an_offer_stays_what_it_was(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+def test_an_offer_stays_what_it_was(
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
+) -> None:
     """A later answer must not replace the lease behind the offer."""
     tower = Tower(daemon, dram=2, step=2, eta_us=50_000)
     half = make_half(load=FAST, promotion=FAST, prefill=1e-4)
     request = new(half)
-    until(lambda: len(tower.asked) == 1)
     assert answer(half, request) == 32
-    time.sleep(0.2)
+    clock.pass_time(0.2)
     assert half.matched(request, 0) == 32
-    state = half._requests.find("a")
-    assert state is not None
-    assert state.lookup is not None
-    assert state.lookup.result is not None
-    assert state.lookup.result.id == tower.asked[0].lease_id
+    result = lookup_of(half).result
+    assert result is not None
+    assert result.id == tower.asked[0].lease_id
     assert ended(daemon) == ([], [])
 
 
@@ -439,62 +440,60 @@ def test_a_bound_on_loads_that_is_met_already_waits_for_nothing(
 
 
 def test_a_long_promotion_does_not_make_its_question_old(
-    daemon: FakeDaemon, make_half: MakeHalf
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
 ) -> None:
     """Otherwise the lookup would be repeated, and the bound on the wait would restart."""
     tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
     half = make_half(lease_s=1)
     request = new(half)
-    until(lambda: len(tower.asked) == 1)
-    state = half._requests.find("a")
-    assert state is not None
-    lookup = state.lookup
-    assert lookup is not None
-    until(lambda: lookup.promotions)
+    clock.until(lambda: lookup_of(half).promotions)
+    lookup, asked_count = lookup_of(half), len(tower.asked)
     lookup.answered_at -= 5
     half._requests._aged_at = 0.0
     half._requests.begin_step()
     assert half.matched(request, 0) is None
-    assert state.lookup is lookup
-    assert len(tower.asked) == 1
+    assert lookup_of(half) is lookup
+    assert len(tower.asked) == asked_count == 1
 
 
-def test_who_only_stores_promotes_nothing(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+def test_who_only_stores_promotes_nothing(
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
+) -> None:
     tower = Tower(daemon, dram=1)
     half = make_half(loads=False)
     request = new(half)
-    until(lambda: tower.asked)
+    clock.until(lambda: tower.asked)
     assert half.matched(request, 0) == 0
     assert [asked.prefetch for asked in tower.asked] == [False]
 
 
-def test_a_daemon_that_goes_while_a_request_waits(daemon: FakeDaemon, make_half: MakeHalf) -> None:
+def test_a_daemon_that_goes_while_a_request_waits(
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
+) -> None:
     Tower(daemon, dram=1, step=0, eta_us=20_000)
     half = make_half(promotion_wait_ms=20_000)
     request = new(half)
-    until(lambda: half._requests.find("a").lookup.result)  # type: ignore[union-attr]
+    clock.until(lambda: lookup_of(half).result)
     assert half.matched(request, 0) is None
     daemon.stop()
     assert answer(half, request) == 0
 
 
 def test_a_step_waits_for_an_answer_only_while_nothing_runs(
-    daemon: FakeDaemon, make_half: MakeHalf, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
 ) -> None:
-    monkeypatch.setattr(asking, "IDLE_SPIN_S", 10.0)
     Tower(daemon, dram=4)
     half = make_half()
     first = new(half)
     assert half.matched(first, 0) == TOKENS, "it was waited for"
     admit(half, first, TOKENS)
     daemon.answers["Lookup"].clear()
-    answered = threading.Event()
-    daemon.hold_next("Lookup", answered)
-    second = new(half, "b")
-    began = time.monotonic()
+    call = HeldCall(clock)
+    daemon.answer("Lookup", call)
+    second, began = new(half, "b"), clock.now()
     assert half.matched(second, 0) is None
-    assert time.monotonic() - began < 5
-    answered.set()
+    assert clock.now() - began < IDLE_SPIN_S
+    call.release()
     half._loads.finish("a", failed=False)
     for request in (first, second):
         half.finished(request, ([],))
