@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
+import atexit
+import functools
+import runpy
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
-from support.daemon import until
+from support.scripted_clock import ScriptedClock
 
+from kvhearth import worker_thread
 from kvhearth.worker_thread import SupervisedThread
 
 DONE_S = 10.0
@@ -17,46 +19,73 @@ DONE_S = 10.0
 
 def test_a_worker_of_several_threads_is_woken_and_stopped_as_one() -> None:
     queue: SimpleQueue[int | None] = SimpleQueue()
-    taken: list[int | None] = []
+    taken: SimpleQueue[int | None] = SimpleQueue()
     worker = SupervisedThread(
         "kvhearth-test",
-        lambda: taken.append(queue.get()),
+        lambda: taken.put(queue.get()),
         wake=lambda: queue.put(None),
         threads=3,
     )
     worker.start()
     queue.put(1)
-    until(lambda: taken == [1])
+    assert taken.get(timeout=DONE_S) == 1
     assert worker.stop(DONE_S)
-    assert taken == [1, None, None, None]
+    assert [taken.get(timeout=DONE_S) for _ in range(3)] == [None] * 3
 
 
-def test_a_worker_rests_after_a_failure_but_not_beyond_its_stop(
-    caplog: pytest.LogCaptureFixture,
+def test_a_worker_goes_on_after_a_step_and_a_recovery_that_fail(
+    clock: ScriptedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failed = threading.Event()
+    seen: list[tuple[str, float]] = []
+    began = clock.now()
 
     def step() -> None:
-        failed.set()
-        raise RuntimeError("scripted")
+        seen.append(("step", clock.now() - began))
+        if len(seen) < 4:
+            raise RuntimeError("scripted")
+        worker.rest(60)
 
-    worker = SupervisedThread("kvhearth-test", step, pause_s=60)
+    def recover() -> None:
+        seen.append(("recover", clock.now() - began))
+        raise ValueError("scripted")
+
+    worker = SupervisedThread("kvhearth-test", step, recover, pause_s=5, clock=clock)
     worker.start()
-    assert failed.wait(DONE_S)
+    clock.until(lambda: len(seen) == 6)
+    stopped_at = clock.now()
     assert worker.stop(DONE_S)
-    assert caplog.text.count("RuntimeError: scripted") == 1
+    assert seen == [
+        ("step", 0),
+        ("recover", 0),
+        ("step", 5),
+        ("recover", 5),
+        ("step", 10),
+        ("step", 70),
+    ]
+    assert clock.now() == stopped_at, "a rest ends with the stop"
+    logged = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert logged == [RuntimeError, ValueError, RuntimeError, ValueError]
 
 
-def test_all_workers_are_stopped_before_any_has_its_last_word() -> None:
-    script = (
-        "from kvhearth.worker_thread import SupervisedThread\n"
-        "ended = lambda: print(all(each.stop(0) for each in workers))\n"
-        "workers = [SupervisedThread('one', lambda: None, at_exit=ended) for _ in range(8)]\n"
-        "for worker in workers:\n"
-        "    worker._step = lambda worker=worker: worker.rest(60)\n"
-        "    worker.start()\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, check=True, timeout=30
-    )
-    assert ended.stdout == b"True\n" * 8
+def test_all_workers_are_stopped_before_any_has_its_last_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    # A copy of the module has no workers of other tests.
+    own = runpy.run_path(worker_thread.__file__)
+    ended: list[bool] = []
+    workers: list[SupervisedThread] = []
+
+    def last_word() -> None:
+        ended.append(all(worker.stop(0) for worker in workers))
+
+    for _ in range(8):
+        queue: SimpleQueue[None] = SimpleQueue()
+        step, wake = queue.get, functools.partial(queue.put, None)
+        worker = own["SupervisedThread"]("kvhearth-test", step, wake=wake, at_exit=last_word)
+        worker.start()
+        workers.append(worker)
+    for function in at_exit:
+        function()
+    assert ended == [True] * 8
