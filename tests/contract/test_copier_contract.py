@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 from support.arena_fake import FakeArena, summed
+from support.cases import cases
 from support.cuda_fake import FakeDevice
 from support.fake_gateway import TOKEN, FakeGateway, RealDataPort
 from support.native import without_native
@@ -35,7 +36,6 @@ PAGES = 12
 BOOT = "boot-1"
 DEADLINE_S = 10.0
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-LAYOUTS = ("single", "stacked", "ragged", "strided", "merged", "bf16", "odd_bytes")
 
 
 def _has_cuda() -> bool:
@@ -270,12 +270,13 @@ def make_rig(request: pytest.FixtureRequest) -> Any:
     rigs: list[Rig] = []
 
     def make(layout: str = "single", **options: Any) -> Rig:
+        if rigs:
+            rigs.pop().close()
         rigs.append(Rig(request.param, layout, **options))
         return rigs[-1]
 
     yield make
-    for rig in rigs:
-        rig.close()
+    rigs.pop().close()
 
 
 MakeRig = Any
@@ -288,19 +289,24 @@ SHAPES = {
     "bf16": Shape.STACKED,
     "odd_bytes": Shape.STACKED,
 }
+FORWARD = ([2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [5, 6, 7, 8, 9])
+MIXED = ([9, 0, 1, 4, 3], [7, 8, 3, 2, 15], [1, 2, 11, 10, 4])
+"""Pages of a store, its slots, and the pages of the load."""
+GAPS = (0, 64)
+PAIRWISE = [
+    (layout, order, GAPS[(number + moved) % 2])
+    for number, layout in enumerate(SHAPES)
+    for moved, order in enumerate((FORWARD, MIXED))
+]
+"""Each layout with each order and each gap between slots, and each order with each gap."""
 
 
 class TestCopierContract:
-    @pytest.mark.parametrize("gap_bytes", [0, 64], ids=["dense", "gaps"])
-    @pytest.mark.parametrize("order", ["forward", "mixed"])
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_roundtrip(self, make_rig: MakeRig, layout: str, order: str, gap_bytes: int) -> None:
+    @cases(("layout", "order", "gap_bytes"), PAIRWISE)
+    def test_roundtrip(self, make_rig: MakeRig, layout: str, order: Any, gap_bytes: int) -> None:
         rig = make_rig(layout, gap_bytes=gap_bytes)
         assert rig.kv.shape is SHAPES[layout]
-        if order == "forward":
-            pages, slots, targets = [2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [5, 6, 7, 8, 9]
-        else:
-            pages, slots, targets = [9, 0, 1, 4, 3], [7, 8, 3, 2, 15], [1, 2, 11, 10, 4]
+        pages, slots, targets = order
         before = rig.pages()
 
         stored = rig.store(pages, rig.extents(slots))
@@ -361,7 +367,7 @@ class TestCopierContract:
         assert rig.page(5) == before[5]
         assert rig.pages()[6:8] == before[1:3]
 
-    @pytest.mark.parametrize("direction", ["store", "load"])
+    @cases("direction", ["store", "load"])
     def test_a_slot_leaves_use_during_the_copy(self, make_rig: MakeRig, direction: str) -> None:
         rig = make_rig()
         extents = rig.extents([0, 1, 2])
@@ -418,7 +424,7 @@ class TestCopierContract:
         assert rig.arena.untouched()
         assert rig.pages() == before
 
-    @pytest.mark.parametrize("direction", ["store", "load"])
+    @cases("direction", ["store", "load"])
     def test_the_daemon_dies_during_the_copy(self, make_rig: MakeRig, direction: str) -> None:
         rig = make_rig()
         extents = rig.extents([0, 1])
@@ -427,7 +433,7 @@ class TestCopierContract:
         assert not done.ok.any()
         assert done.reasons == {"stale_boot": 2}
 
-    @pytest.mark.parametrize(
+    @cases(
         ("field", "value"),
         [
             ("offset", 16 * 192 - 191),
@@ -456,7 +462,7 @@ class TestCopierContract:
         assert rig.store([0, 1, 2], extents).ok.tolist() == [True, False, True]
         assert rig.slot(0) + rig.slot(2) == before[0] + before[2]
 
-    @pytest.mark.parametrize("page", [-1, PAGES, 2**62, -(2**63)])
+    @cases("page", [-1, PAGES, 2**62, -(2**63)])
     def test_a_bad_page_touches_nothing(self, make_rig: MakeRig, page: int) -> None:
         rig = make_rig("stacked")
         before = rig.pages()
@@ -466,10 +472,8 @@ class TestCopierContract:
         assert rig.pages() == before
         assert rig.load(rig.extents([0, 1]), [3, page]).ok.tolist() == [True, False]
 
-    @pytest.mark.parametrize("flags", [0, FLAG_SUMMED, FLAG_VERIFY, FLAG_SUMMED | FLAG_VERIFY])
-    @pytest.mark.parametrize(
-        "harm", ["none", "byte", "generation", "length", "page", "boot", "moved", "death"]
-    )
+    @cases("flags", [0, FLAG_SUMMED, FLAG_VERIFY, FLAG_SUMMED | FLAG_VERIFY])
+    @cases("harm", ["none", "byte", "generation", "length", "page", "boot", "moved", "death"])
     def test_one_block_alone_fares_as_among_others(
         self, make_rig: MakeRig, flags: int, harm: str
     ) -> None:
@@ -584,7 +588,7 @@ class TestCopierContract:
             rig.copier.wait(tickets[0], DEADLINE_S)
         assert caught.value.reason is Reason.INTERNAL
 
-    @pytest.mark.parametrize("direction", ["store", "load"])
+    @cases("direction", ["store", "load"])
     def test_the_caller_never_waits_for_the_verdict(
         self, make_rig: MakeRig, direction: str
     ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import cases
 from support.core_kit import no_deadline
 
 from kvhearth.contract import (
@@ -144,9 +145,7 @@ def test_a_contract_without_a_codec_has_the_text_of_versions_before_codecs() -> 
     assert Contract.from_json(json.dumps({**raw(), "codec": "none"})).to_json() == BASE.to_json()
 
 
-@pytest.mark.parametrize(
-    ("codec", "page_bytes"), [("fp8", 32768 + 1024), ("int4", 16384 + 1024 + 1024)]
-)
+@cases(("codec", "page_bytes"), [("fp8", 32768 + 1024), ("int4", 16384 + 1024 + 1024)])
 def test_a_codec_makes_blocks_smaller_and_another_namespace(codec: str, page_bytes: int) -> None:
     made = BASE.with_codec(codec)
     assert [group.page_bytes for group in made.groups] == [page_bytes, page_bytes, 4096]
@@ -200,9 +199,7 @@ def test_omitted_fields_have_their_defaults() -> None:
 # -- rejections ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "null", "[]", "1", '"x"', "[" * 100_000, "NaN", "1" * 5000, "\ud800"]
-)
+@cases("text", ["", "{", "null", "[]", "1", '"x"', "[" * 100_000, "NaN", "1" * 5000, "\ud800"])
 def test_a_text_that_is_no_contract(text: str) -> None:
     assert refusal(text) == ""
 
@@ -211,12 +208,12 @@ def test_a_text_that_is_too_long() -> None:
     assert refusal(json.dumps({**raw(), "model": "x" * CONTRACT_JSON_BYTES_MAX})) == ""
 
 
-@pytest.mark.parametrize("name", ["model", "revision", "kv_dtype", "groups"])
+@cases("name", ["model", "revision", "kv_dtype", "groups"])
 def test_a_required_field_is_missing(name: str) -> None:
     assert refused_field(**{name: None}) == name
 
 
-@pytest.mark.parametrize("name", ["kind", "block_tokens", "page_bytes"])
+@cases("name", ["kind", "block_tokens", "page_bytes"])
 def test_a_required_field_of_a_group_is_missing(name: str) -> None:
     assert refused_group(1, **{name: None}) == f"groups[1].{name}"
 
@@ -227,7 +224,7 @@ def test_unknown_fields_are_refused_by_name() -> None:
     assert len(refused_field(**{"x" * 5000: 1})) == 1024
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value"),
     [
         ("model", 1),
@@ -246,7 +243,7 @@ def test_a_field_of_another_type(name: str, value: object) -> None:
     assert refused_field(**{name: value}) == name
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value"),
     [
         ("version", 2),
@@ -277,7 +274,7 @@ def test_too_many_ranks_together() -> None:
     assert refused_field(tensor_parallel=128, pipeline_parallel=4) == "tensor_parallel"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "value"),
     [
         ("kind", "half"),
@@ -300,12 +297,12 @@ def test_a_groups_value_out_of_its_bounds(name: str, value: object) -> None:
     assert refused_group(0, **{name: value}) == f"groups[0].{name}"
 
 
-@pytest.mark.parametrize("tokens", [0, -5, 1 << 70])
+@cases("tokens", [0, -5, 1 << 70])
 def test_a_window_must_be_one(tokens: int) -> None:
     assert refused_group(1, window_tokens=tokens) == "groups[1].window_tokens"
 
 
-@pytest.mark.parametrize(
+@cases(
     "lie",
     [
         {"page_bytes": 65535},

@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 from support.arena_fake import FakeArena
+from support.cases import cases
 
 from kvhearth.copiers import CopyKind
 from kvhearth.copiers.batch import Batch, HeldArena
@@ -64,8 +64,8 @@ def _wanted(kv: PagedKV, arena: FakeArena, pages: list[int], slots: list[int]) -
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("layout", ["single", "stacked", "ragged"])
+@cases("seed", range(12))
+@cases("layout", ["single", "stacked", "ragged"])
 def test_every_byte_is_copied_once(layout: str, seed: int) -> None:
     draw, kv = random.Random(seed), _kv(layout)
     count = draw.randrange(1, 24)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import grpc
-import pytest
 
 from kvhearth.errors import STATUS, Code, KVHearthError, Reason, reason_of
 
@@ -12,26 +11,23 @@ def test_every_reason_has_a_status_and_every_status_a_reason() -> None:
     assert set(STATUS) == set(Reason)
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_a_reason_is_a_stable_word(reason: Reason) -> None:
-    assert reason.value == reason.name.lower()
-    assert reason_of(reason.value) is reason
-    assert len(reason.value) <= 48
+def test_a_reason_is_a_stable_word() -> None:
+    assert [one for one in Reason if one.value != one.name.lower() or len(one.value) > 48] == []
+    assert [one for one in Reason if reason_of(one.value) is not one] == []
+    assert reason_of("word_of_the_future") is Reason.INTERNAL
 
 
-@pytest.mark.parametrize("code", Code)
-def test_codes_are_grpcs(code: Code) -> None:
-    number, _ = grpc.StatusCode[code.name].value
-    assert number == code.value
+def test_codes_are_grpcs() -> None:
+    assert {code.name: code.value for code in Code} == {
+        code.name: grpc.StatusCode[code.name].value[0] for code in Code
+    }
 
 
-@pytest.mark.parametrize("reason", Reason)
-def test_http_and_grpc_agree_on_whose_fault_it_is(reason: Reason) -> None:
-    status = STATUS[reason]
-    assert status.http in {400, 401, 403, 404, 409, 500, 503, 504, 507}
+def test_http_and_grpc_agree_on_whose_fault_it_is() -> None:
     ours = {Code.INTERNAL, Code.UNAVAILABLE, Code.DATA_LOSS, Code.DEADLINE_EXCEEDED}
     ours.add(Code.RESOURCE_EXHAUSTED)
-    assert (status.http >= 500) == (status.code in ours)
+    assert [r for r, one in STATUS.items() if (one.http >= 500) != (one.code in ours)] == []
+    assert {one.http for one in STATUS.values()} <= {400, 401, 403, 404, 409, 500, 503, 504, 507}
 
 
 def test_an_error_carries_its_reason() -> None:
@@ -39,7 +35,3 @@ def test_an_error_carries_its_reason() -> None:
     assert error.status is STATUS[Reason.NO_SPACE]
     assert str(error) == "no_space: the segment is full; raise --memory"
     assert error.details == {"segment": "3"}
-
-
-def test_a_newer_peers_word_is_internal() -> None:
-    assert reason_of("word_of_the_future") is Reason.INTERNAL

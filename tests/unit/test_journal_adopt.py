@@ -6,7 +6,7 @@ import random
 import time
 
 import numpy as np
-import pytest
+from support.cases import cases
 from support.core_kit import contract, full, key, keys, shards_of, sums_of, window
 from support.core_shell import Crash, FakeFile, Shell, fault_hook
 
@@ -285,7 +285,7 @@ def test_what_readers_kept_from_reuse_is_free_after_a_restart() -> None:
     assert desk.dropped() == {"readers": 1}
 
 
-@pytest.mark.parametrize("still_mapped", [True, False])
+@cases("still_mapped", [True, False])
 def test_an_unknown_owner_is_waited_for_as_long_as_anybody_maps_the_arena(
     still_mapped: bool,
 ) -> None:
@@ -304,8 +304,8 @@ def test_an_unknown_owner_is_waited_for_as_long_as_anybody_maps_the_arena(
     assert (core.state.table.state[slots] == State.FREE).all()
 
 
-@pytest.mark.parametrize("bit", range(32))
-@pytest.mark.parametrize("state", [State.RESERVED, State.SUMMED, State.FREE])
+@cases("bit", range(32))
+@cases("state", [State.RESERVED, State.SUMMED, State.FREE])
 def test_a_damaged_state_word_keeps_the_slot_from_use(state: State, bit: int) -> None:
     desk = Desk()
     if state is State.SUMMED:
@@ -441,7 +441,7 @@ def test_a_slot_that_only_readers_kept_is_not_taken_for_a_writers_by_one_bit() -
         assert core.state.table.state[slots] == State.QUARANTINED
 
 
-@pytest.mark.parametrize("bit", range(64))
+@cases("bit", range(64))
 def test_a_damaged_slab_word_keeps_the_slab_from_use_until_nobody_writes(bit: int) -> None:
     desk = Desk()
     desk.put(keys(*range(12)), summed=False)
@@ -482,8 +482,8 @@ class Fuse:
         self.points -= 1
 
 
-@pytest.mark.parametrize("summed", [True, False])
-@pytest.mark.parametrize("points", range(6))
+@cases("summed", [True, False])
+@cases("points", range(6))
 def test_a_daemon_that_dies_in_a_commit(points: int, summed: bool) -> None:
     desk = Desk(contract(full(shards=2)))
     desk.put(keys(0, 1))
@@ -511,7 +511,7 @@ def test_a_daemon_that_dies_in_a_commit(points: int, summed: bool) -> None:
         assert len(shards_of(table, head)) == 2
 
 
-@pytest.mark.parametrize("points", range(4))
+@cases("points", range(4))
 def test_a_daemon_that_dies_while_it_writes_checksums(points: int) -> None:
     desk = Desk(contract(full(shards=2)))
     slots = desk.put(keys(0, 1), summed=False)
@@ -533,7 +533,7 @@ def test_a_daemon_that_dies_while_it_writes_checksums(points: int) -> None:
         assert core.state.table.checksum[slots].tobytes() == sums_of(slots).tobytes()
 
 
-@pytest.mark.parametrize("points", range(8))
+@cases("points", range(8))
 def test_a_daemon_that_dies_while_it_adopts(points: int) -> None:
     desk = Desk(contract(full(shards=2)))
     desk.put(keys(0, 1))
@@ -559,7 +559,7 @@ def test_a_daemon_that_dies_while_it_adopts(points: int) -> None:
 # -- many slots --------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept_in", [1, 2], ids=["full", "half free"])
+@cases("kept_in", [1, 2])
 def test_many_slots(kept_in: int) -> None:
     """A million slots in ``lab/heart.py`` have a bound in time."""
     slab_bytes, count = 1 << 20, 1 << 17

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import cases
 from support.core_kit import contract
 from support.core_shell import Shell
 
@@ -59,9 +59,9 @@ class Desk:
         self.shell.engine.core.check_books()
 
 
-@pytest.mark.parametrize("quarantined", [False, True], ids=["reserved", "put aside"])
-@pytest.mark.parametrize("name", ["owner", "owner_check"])
-@pytest.mark.parametrize("bit", range(32))
+@cases("quarantined", [False, True])
+@cases("name", ["owner", "owner_check"])
+@cases("bit", range(32))
 def test_a_slot_with_a_damaged_owner_waits_for_everybody(
     name: str, bit: int, quarantined: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.cases import cases
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.tiers.remote.url import RemoteUrl, parse_remote
@@ -33,7 +34,7 @@ def test_urls_are_read() -> None:
     assert pool.hosts == (("h", 50051),)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("url", "helps"),
     [
         ("s3://id:hidden@bucket", "secret_file"),

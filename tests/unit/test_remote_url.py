@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.cases import cases
 
 from kvhearth.connectors.core.settings import Settings, parse_settings
 from kvhearth.errors import KVHearthError, Reason
@@ -45,7 +46,7 @@ def test_unix_urls_are_as_before() -> None:
     assert url == UnixUrl(Path("/run/k"), calls="grpc", call_ms=7)
 
 
-@pytest.mark.parametrize(
+@cases(
     "url",
     [
         "kvhearth://",
@@ -84,7 +85,7 @@ def test_bad_urls(url: str) -> None:
     assert caught.value.reason is Reason.BAD_URL
 
 
-@pytest.mark.parametrize(
+@cases(
     "url",
     [
         "kvhearth://h?token=hunter2",
@@ -114,7 +115,7 @@ def test_secrets_are_read_from_files_and_the_environment(tmp_path: Path) -> None
     assert "hunter2" not in repr(RemoteUrl("h", token_file=str(file)))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe", b"x" * 300])
+@cases("content", [b"", b"\n", b"\xff\xfe", b"x" * 300])
 def test_files_without_a_token(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "token"
     file.write_bytes(content)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
+from support.cases import cases
 
 from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.proto.v1 import types_pb2
@@ -16,7 +16,7 @@ from kvhearth.wire.frames import (
 )
 
 
-@pytest.mark.parametrize("reason", Reason)
+@cases("reason", Reason)
 def test_every_reason_survives_the_wire(reason: Reason) -> None:
     back = decode_status(encode_status(KVHearthError(reason, "say what to do", field="groups[0]")))
     assert (back.reason, back.message) == (reason, "say what to do")
@@ -46,7 +46,7 @@ def test_garbage_is_internal() -> None:
     assert decode_status(b"\xff\xff\xff").reason is Reason.INTERNAL
 
 
-@pytest.mark.parametrize(
+@cases(
     ("code", "reason"),
     [
         (Code.UNAVAILABLE, Reason.DAEMON_AWAY),
