@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.cases import cases
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.raw_door import PAGE_BYTES, end_well, goes_on
 
@@ -52,8 +53,7 @@ UNMAPPABLE = "9000000TiB"
 """More memory than an address space could hold the table of slots for."""
 
 
-@pytest.mark.parametrize("arena", [False, True], ids=["anonymous", "tmpfs"])
-@pytest.mark.parametrize("memory", ["64TiB", UNMAPPABLE])
+@cases(("memory", "arena"), [("64TiB", True), (UNMAPPABLE, False)])
 def test_memory_that_does_not_fit(memory: str, arena: bool) -> None:
     with failing(MEMORY, arena=arena, memory=memory, slab_bytes="64MiB") as words:
         assert "memory" in words
@@ -95,31 +95,12 @@ def test_more_memory_than_a_control_group_of_version_1() -> None:
 
 # -- settings ------------------------------------------------------------------------------------
 
-BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
-    "no number": ({"keys_max": "many"}, "--keys-max"),
-    "no keys": ({"keys_max": 0}, "--keys-max"),
-    "no memory": ({"memory": 0}, "--memory"),
-    "less than a slab": ({"memory": "1MiB"}, "memory: 1MiB is less than one slab"),
-    "an unknown unit": ({"memory": "1GG"}, "--memory"),
-    "an odd slot": ({"slot_bytes_min": 5000}, "slot_bytes_min"),
-    "an odd slab": ({"slab_bytes": "3MiB"}, "slab_bytes"),
-    "unknown pages": ({"hugepages": "maybe"}, "--hugepages"),
-    "a tenant without memory": ({"tenants": "a=0"}, "--tenants"),
-    "tenants of more than all": ({"tenants": "a=0:8MiB b=1:16MiB"}, "tenants: 24MiB"),
-    "a user of two tenants": ({"tenants": "a=0:4MiB b=0:4MiB"}, "tenants: a user id is there"),
-    "more stock than held": ({"stock_fraction_max": 0.9}, "stock_fraction_max"),
-    "all may be held": ({"held_fraction_max": 1.0}, "--held-fraction-max"),
-    "no time": ({"attach_timeout_s": 0}, "--attach-timeout-s"),
-    "a time below zero": ({"drain_grace_s": "-1"}, "--drain-grace-s"),
-    "small messages": ({"message_bytes_max": 100}, "--message-bytes-max"),
-}
 
-
-@pytest.mark.parametrize("name", BAD_SETTINGS)
-def test_bad_setting(name: str) -> None:
-    settings, reported = BAD_SETTINGS[name]
-    with failing(CONFIG, **settings) as words:
-        assert reported in words
+def test_bad_settings() -> None:
+    """One start; tests/unit/test_config.py has the refusals."""
+    with failing(CONFIG, keys_max="many", message_bytes_max=100) as words:
+        assert "--keys-max: 'many'" in words
+        assert "--message-bytes-max: '100'" in words
 
 
 # -- other daemons -------------------------------------------------------------------------------
@@ -160,31 +141,16 @@ def test_sockets_of_a_daemon_that_was_killed() -> None:
 # -- files of an earlier run ---------------------------------------------------------------------
 
 
-def damaged(daemon: Daemon, data: bytes) -> None:
-    """Overwrites the catalogue that a daemon left."""
-    assert daemon.arena_dir is not None
-    path = daemon.arena_dir / "catalogue"
-    size = path.stat().st_size
-    path.write_bytes(data[:size].ljust(size, b"\0"))
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff" * 100_000, b"KVHBLOB1" + b"\xff" * 5000])
-def test_a_catalogue_that_is_garbage_is_a_cold_start(data: bytes) -> None:
-    with running_daemon(arena=True) as daemon:
-        end_well(daemon)
-        damaged(daemon, data)
-        assert daemon.start()
-        with engine_of(daemon.url(), contract_of(PAGE_BYTES)) as engine:
-            goes_on(engine)
-        end_well(daemon)
-
-
-@pytest.mark.parametrize("size", [0, 3_000_001])
-def test_a_catalogue_that_was_cut_is_no_obstacle(size: int) -> None:
+@cases("damage", [b"\0", b"\xff" * 100_000, b"KVHBLOB1" + b"\xff" * 5000, 0, 3_000_001])
+def test_a_catalogue_that_is_garbage_or_cut_is_a_cold_start(damage: bytes | int) -> None:
     with running_daemon(arena=True) as daemon:
         end_well(daemon)
         assert daemon.arena_dir is not None
-        os.truncate(daemon.arena_dir / "catalogue", size)
+        path = daemon.arena_dir / "catalogue"
+        if isinstance(damage, int):
+            os.truncate(path, damage)
+        else:
+            path.write_bytes(damage.ljust(path.stat().st_size, b"\0"))
         for _ in range(2):
             assert daemon.start()
             with engine_of(daemon.url(), contract_of(PAGE_BYTES)) as engine:
@@ -199,7 +165,7 @@ BAD_ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_ENTRIES)
+@cases("name", BAD_ENTRIES)
 def test_a_catalogue_that_lies_is_named(name: str) -> None:
     """Well-formed, but not content that we write: a failed start is better than a wrong one."""
     from kvhearth_server.memory.durable_file import DurableBlob, peek

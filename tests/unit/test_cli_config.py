@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.cases import cases
 from typer.testing import CliRunner
 
 from kvhearth.version import PROTOCOL_VERSION, __version__
@@ -107,8 +108,8 @@ def test_show_checks(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (code, "name one file" in err) == (2, True)
 
 
-@pytest.mark.parametrize("verb", ["stat", "ls", "sessions", "leases", "top", "drain", "health"])
-@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+@cases("verb", ["stat", "ls", "sessions", "leases", "top", "drain", "health"])
+@cases("form", [[], ["--json"]])
 def test_no_daemon_is_one_clear_line_and_1(
     run: Run, tmp_path: Path, verb: str, form: list[str]
 ) -> None:
@@ -132,23 +133,14 @@ def test_the_directory_comes_from_the_environment_or_the_settings(
     assert f"{tmp_path}/y/admin.sock" in run("stat")[2]
 
 
-@pytest.mark.parametrize(
-    ("words", "reported"),
-    [
-        (["explain", "what?"], "neither a file nor a key in hex"),
-        (["evict", "ab", "--keep", "much"], "--keep: 'much': not a size"),
-    ],
-)
-def test_usage_that_is_wrong_is_2(run: Run, words: list[str], reported: str) -> None:
-    code, _, err = run(*words)
-    assert code == 2
-    assert reported in err
-
-
-def test_a_file_that_is_no_contract_is_2(run: Run, tmp_path: Path) -> None:
+def test_usage_that_is_wrong_is_2(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "contract.json"
     path.write_text("{}")
-    code, _, err = run("explain", str(path))
-    assert code == 2
-    assert err.startswith(f"kvhearth: error: {path}: contract field")
-    assert "missing" in err
+    for words, reported in (
+        (["explain", "what?"], "neither a file nor a key in hex"),
+        (["explain", str(path)], f"kvhearth: error: {path}: contract field"),
+        (["evict", "ab", "--keep", "much"], "--keep: 'much': not a size"),
+    ):
+        code, _, err = run(*words)
+        assert code == 2
+        assert reported in err

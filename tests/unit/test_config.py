@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.cases import cases
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.cli.config import settings_yaml
@@ -43,65 +44,50 @@ def refusal(config: Path | None = None, **flags: object) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (4096, 4096),
-        ("4096", 4096),
-        ("512MiB", 512 << 20),
-        ("64GiB", 64 << 30),
-        ("1.5 gib", 3 << 29),
-        ("2Ti", 2 << 40),
-        ("16Ki", 16 << 10),
-        ("7B", 7),
-        ("64G", 64 * 10**9),
-        ("64GB", 64 * 10**9),
-        ("64gb", 64 * 10**9),
-        ("64Gi", 64 << 30),
-        ("1.1T", 11 * 10**11),
-        ("5kB", 5000),
-        ("9007199254.740993M", 9007199254740993),
-        ("9007199254740993", 9007199254740993),
-    ],
+SIZES = {
+    "4096": 4096,
+    "512MiB": 512 << 20,
+    "64GiB": 64 << 30,
+    "1.5 gib": 3 << 29,
+    "2Ti": 2 << 40,
+    "16Ki": 16 << 10,
+    "7B": 7,
+    "64G": 64 * 10**9,
+    "64GB": 64 * 10**9,
+    "64gb": 64 * 10**9,
+    "64Gi": 64 << 30,
+    "1.1T": 11 * 10**11,
+    "5kB": 5000,
+    "9007199254.740993M": 9007199254740993,
+    "9007199254740993": 9007199254740993,
+}
+NO_SIZES = ("", "12 bananas", "64GG", "-1", "0.3", "1.00001KiB", "1.0001K", True, None)
+DURATIONS = {"30s": 30.0, "500ms": 0.5, "5m": 300.0, "24h": 86400.0, "1d": 86400.0, "5": 5.0}
+NO_DURATIONS = ("", "soon", "5 weeks", "-1s", True, None)
+
+
+def test_sizes() -> None:
+    assert {text: parse_size(text) for text in SIZES} == SIZES
+    assert parse_size(4096) == 4096
+    for size in (*SIZES.values(), 0, 5, 999):
+        assert parse_size(format_size(size)) == size
+
+
+def test_durations() -> None:
+    assert {text: parse_duration_s(text) for text in DURATIONS} == DURATIONS
+    for seconds in (*DURATIONS.values(), 5, 0.5):
+        assert parse_duration_s(seconds) == seconds
+        assert parse_duration_s(format_duration_s(seconds)) == pytest.approx(seconds)
+
+
+@cases(
+    ("parse", "text", "reported"),
+    [(parse_size, text, "not a size") for text in NO_SIZES]
+    + [(parse_duration_s, text, "not a duration") for text in NO_DURATIONS],
 )
-def test_sizes(text: object, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize(
-    "text", ["", "12 bananas", "64GG", "-1", "0.3", "1.00001KiB", "1.0001K", True, None]
-)
-def test_what_is_not_a_size(text: object) -> None:
-    with pytest.raises(ValueError, match="not a size"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize("size", [0, 5, 1 << 10, 1536 << 20, 64 << 30, 1 << 40, 64 * 10**9, 999])
-def test_sizes_are_written_as_they_are_read(size: int) -> None:
-    assert parse_size(format_size(size)) == size
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        (5, 5.0),
-        (0.5, 0.5),
-        ("30s", 30.0),
-        ("500ms", 0.5),
-        ("5m", 300.0),
-        ("24h", 86400.0),
-        ("1d", 86400.0),
-    ],
-)
-def test_durations(text: object, seconds: float) -> None:
-    assert parse_duration_s(text) == pytest.approx(seconds)
-    assert parse_duration_s(format_duration_s(seconds)) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["", "soon", "5 weeks", "-1s", True, None])
-def test_what_is_not_a_duration(text: object) -> None:
-    with pytest.raises(ValueError, match="not a duration"):
-        parse_duration_s(text)
+def test_what_is_no_quantity(parse: Any, text: object, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
+        parse(text)
 
 
 def test_defaults_are_valid_and_frozen() -> None:
@@ -188,24 +174,24 @@ def test_each_bad_value_is_told_with_where_it_is_from(
     assert "--pin-ttl-max-s: 'soon': not a duration" in reported
 
 
-NO_SETTINGS = {
-    "a list": "- a\n- b\n",
-    "words": "just words",
-    "cut": "a: [",
-    "a zero": "\x00",
-    "nested": "a: " + "[" * 5000,
-    "no date": "memory: 2001-99-99",
-    "no time": 'memory: !!timestamp "x"',
-    "no truth": 'memory: !!bool "x"',
-    "no number": 'memory: !!int ""',
-    "a long number": "memory: " + "9" * 5000,
-    "endless": "memory: &a [*a]",
-    "doubling": "a: &a [1, 1]\n" + "".join(f"a{n}: &a [*a, *a]\n" for n in range(40)),
-    "too long": "#" * (1 << 20) + "\n",
-}
-
-
-@pytest.mark.parametrize("text", NO_SETTINGS.values(), ids=NO_SETTINGS)
+@cases(
+    "text",
+    [
+        "- a\n- b\n",
+        "just words",
+        "a: [",
+        "\x00",
+        "a: " + "[" * 5000,
+        "memory: 2001-99-99",
+        'memory: !!timestamp "x"',
+        'memory: !!bool "x"',
+        'memory: !!int ""',
+        "memory: " + "9" * 5000,
+        "memory: &a [*a]",
+        "a: &a [1, 1]\n" + "".join(f"a{n}: &a [*a, *a]\n" for n in range(40)),
+        "#" * (1 << 20) + "\n",
+    ],
+)
 def test_a_file_that_holds_no_settings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "kvhearth.yaml"
     path.write_text(text)
@@ -218,33 +204,68 @@ def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
     assert load_settings(HERE, tmp_path / "empty.yaml") == Settings()
 
 
-@pytest.mark.parametrize(
-    ("flags", "reported"),
-    [
-        ({"memory": "32MiB"}, "memory: 32MiB is less than one slab"),
-        ({"memory": "0"}, "--memory: '0'"),
-        ({"slab_bytes": "3MiB"}, "slab_bytes: 3MiB is not a multiple of 2MiB"),
-        ({"slab_bytes": "0"}, "slab_bytes: 0 is not a multiple of 2MiB"),
-        ({"slab_bytes": "2MiB", "slot_bytes_min": "4MiB"}, "not a multiple of slot_bytes_min"),
-        ({"slot_bytes_min": "12KiB"}, "slot_bytes_min: 12288 is not a power of two"),
-        ({"slot_bytes_min": "2KiB"}, "slot_bytes_min: 2048 is not a power of two of at least 4096"),
-        ({"held_fraction_max": "0.2"}, "stock_fraction_max: 0.25 is more than held_fraction_max"),
-        ({"held_fraction_max": "1.0"}, "--held-fraction-max: '1.0'"),
-        ({"tenants": "a=1:2GiB"}, "tenants: 2GiB together is more than memory (1GiB)"),
-        ({"tenants": "a=1:1MiB"}, "tenants: a has 1MiB, less than one slab"),
-        ({"tenants": "a=1:64MiB a=2:64MiB"}, "a name is there twice"),
-        ({"tenants": "a=1:64MiB b=1:64MiB"}, "a user id is there twice"),
-        ({"tenants": "a=1:64MiB", "allow_uids": "5"}, "allow_uids: is for the default tenant"),
-        ({"tenants": "a:64MiB"}, "write NAME=UID[,UID...]:SIZE"),
-        ({"tenants": "A=1:64MiB"}, "tenant name 'A'"),
-        ({"allow_uids": "root"}, "'root' is not a user id"),
-        ({"allow_uids": str(2**32 - 1)}, "is not a user id"),
-        ({"drain_grace_s": "inf"}, "--drain-grace-s: 'inf': not a duration"),
-        ({"switch_interval_s": "1s"}, "--switch-interval-s: '1s'"),
-    ],
-)
-def test_what_does_not_fit_together(flags: dict[str, object], reported: str) -> None:
-    assert re.search(re.escape(reported), refusal(**flags))
+DRIVE = {"ssd_dirs": ["/a=8GiB"], "ssd_segment_bytes": "64MiB"}
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"memory": "32MiB"}, "memory: 32MiB is less than one slab"),
+    ({"memory": "0"}, "--memory: '0'"),
+    ({"keys_max": "many"}, "--keys-max: 'many'"),
+    ({"keys_max": 0}, "--keys-max: 0"),
+    ({"slab_bytes": "3MiB"}, "slab_bytes: 3MiB is not a multiple of 2MiB"),
+    ({"slab_bytes": "0"}, "slab_bytes: 0 is not a multiple of 2MiB"),
+    ({"slab_bytes": "2MiB", "slot_bytes_min": "4MiB"}, "not a multiple of slot_bytes_min"),
+    ({"slot_bytes_min": "12KiB"}, "slot_bytes_min: 12288 is not a power of two"),
+    ({"slot_bytes_min": "2KiB"}, "slot_bytes_min: 2048 is not a power of two of at least 4096"),
+    ({"held_fraction_max": "0.2"}, "stock_fraction_max: 0.25 is more than held_fraction_max"),
+    ({"held_fraction_max": "1.0"}, "--held-fraction-max: '1.0'"),
+    ({"tenants": "a=1:2GiB"}, "tenants: 2GiB together is more than memory (1GiB)"),
+    ({"tenants": "a=1:1MiB"}, "tenants: a has 1MiB, less than one slab"),
+    ({"tenants": "a=1:0"}, "tenants: a has"),
+    ({"tenants": "a=1:64MiB a=2:64MiB"}, "a name is there twice"),
+    ({"tenants": "a=1:64MiB b=1:64MiB"}, "a user id is there twice"),
+    ({"tenants": "a=1:64MiB", "allow_uids": "5"}, "allow_uids: is for the default tenant"),
+    ({"tenants": "a:64MiB"}, "write NAME=UID[,UID...]:SIZE"),
+    ({"tenants": "A=1:64MiB"}, "tenant name 'A'"),
+    ({"allow_uids": "root"}, "'root' is not a user id"),
+    ({"allow_uids": str(2**32 - 1)}, "is not a user id"),
+    ({"drain_grace_s": "inf"}, "--drain-grace-s: 'inf': not a duration"),
+    ({"attach_timeout_s": 0}, "--attach-timeout-s: 0"),
+    ({"switch_interval_s": "1s"}, "--switch-interval-s: '1s'"),
+    ({"message_bytes_max": "much"}, "--message-bytes-max: 'much': not a size"),
+    ({"message_bytes_max": 100}, "--message-bytes-max: 100"),
+    ({"socket_dir": "/a\0b"}, "a path has no zero byte"),
+    ({"arena_dir": "/a\ud800"}, "not UTF-8"),
+    ({"ssd_dirs": ["~no-such-user/x=1GiB"]}, "not a directory here"),
+    *(
+        ({"http": f"{host}:80", "http_insecure": True}, "is not HOST:PORT")
+        for host in ("x" * 70, "a..b", "a b", "a\0b", "]", "[[::1]]", "::1")
+    ),
+    # the SSD tier
+    ({"ssd_dirs": ["/mnt/kv"]}, "--ssd-dir: ['/mnt/kv']: '/mnt/kv' is not a directory and its"),
+    ({"ssd_dirs": ["=1GiB"]}, "is not a directory and its size; write /mnt/nvme/kv=500GiB"),
+    ({"ssd_dirs": ["kv=1GiB"]}, "'kv' is not absolute; write it from / on"),
+    ({"ssd_dirs": ["/mnt/kv=1GG"]}, "not a size; write bytes or a unit: 65536, 512MiB"),
+    ({"ssd_dirs": ["/a=1GiB", "/b/../a=2GiB"]}, "ssd_dirs: /a is there twice"),
+    ({"ssd_dirs": ["/a=200MiB"]}, "/a has 200MiB, too little for the log's files; give it 268M"),
+    ({"ssd_dirs": ["/a=2049TiB"]}, "/a has 2049TiB, more than any drive"),
+    ({**DRIVE, "ssd_segment_bytes": "8GiB"}, "give it 32907MiB or more"),
+    ({**DRIVE, "ssd_segment_bytes": "5000"}, "5000 is not a multiple of 4096"),
+    ({**DRIVE, "ssd_segment_bytes": "32KiB"}, "of at least 64KiB"),
+    ({"ssd_interface": "aio"}, "--ssd-interface: 'aio'"),
+    ({"ssd_depth": "0"}, "--ssd-depth: '0'"),
+    ({"ssd_admission": "some"}, "--ssd-admission: 'some'"),
+    ({"ssd_bytes_per_day": "-1"}, "--ssd-bytes-per-day: '-1'"),
+    (
+        {**DRIVE, "tenants": "a=1:64MiB:6GiB b=2:64MiB:3GiB"},
+        "together they get 9GiB of the SSD tier's 8GiB",
+    ),
+    ({**DRIVE, "tenants": "a=1:64MiB:7936MiB b=2:64MiB"}, "b has room for 3 files of 64MiB in"),
+    ({**DRIVE, "tenants": "a=1:64MiB:1GiB:2GiB"}, "is not a tenant"),
+]
+
+
+@cases(("flags", "reported"), REFUSED)
+def test_what_cannot_be_or_does_not_fit_together(flags: dict[str, object], reported: str) -> None:
+    assert reported in refusal(**flags)
 
 
 # -- the SSD tier ----------------------------------------------------------------------------------
@@ -264,34 +285,7 @@ def test_ssd_directories_from_flags_environment_and_file(
     assert flag_of("ssd_dirs") == "--ssd-dir"
 
 
-@pytest.mark.parametrize(
-    ("flags", "reported"),
-    [
-        ({"ssd_dirs": ["/mnt/kv"]}, "--ssd-dir: ['/mnt/kv']: '/mnt/kv' is not a directory and its"),
-        ({"ssd_dirs": ["=1GiB"]}, "is not a directory and its size; write /mnt/nvme/kv=500GiB"),
-        ({"ssd_dirs": ["kv=1GiB"]}, "'kv' is not absolute; write it from / on"),
-        ({"ssd_dirs": ["/mnt/kv=1GG"]}, "not a size; write bytes or a unit: 65536, 512MiB"),
-        ({"ssd_dirs": ["/a=1GiB", "/b/../a=2GiB"]}, "ssd_dirs: /a is there twice"),
-        (
-            {"ssd_dirs": ["/a=200MiB"]},
-            "/a has 200MiB, too little for the log's files; give it 268M",
-        ),
-        ({"ssd_dirs": ["/a=2049TiB"]}, "/a has 2049TiB, more than any drive"),
-        ({"ssd_dirs": ["/a=1GiB"], "ssd_segment_bytes": "1GiB"}, "give it 4123MiB or more"),
-        ({"ssd_dirs": ["/a=1GiB"], "ssd_segment_bytes": "5000"}, "5000 is not a multiple of 4096"),
-        ({"ssd_dirs": ["/a=1GiB"], "ssd_segment_bytes": "32KiB"}, "of at least 64KiB"),
-        ({"ssd_interface": "aio"}, "--ssd-interface: 'aio'"),
-        ({"ssd_depth": "0"}, "--ssd-depth: '0'"),
-        ({"ssd_admission": "some"}, "--ssd-admission: 'some'"),
-        ({"ssd_bytes_per_day": "-1"}, "--ssd-bytes-per-day: '-1'"),
-        ({"message_bytes_max": "much"}, "--message-bytes-max: 'much': not a size"),
-    ],
-)
-def test_an_ssd_tier_that_cannot_be(flags: dict[str, object], reported: str) -> None:
-    assert reported in refusal(**flags)
-
-
-@pytest.mark.parametrize("size", ["268MiB", "1GiB", "3TiB", "1024TiB"])
+@cases("size", ["268MiB", "1GiB", "3TiB", "1024TiB"])
 def test_what_is_said_to_be_enough_is_what_the_tier_takes(size: str) -> None:
     (place,) = load_settings({"ssd_dirs": [f"/mnt/kv={size}"]}).ssd_dirs
     room = place.bytes - RESERVE_BYTES
@@ -299,25 +293,6 @@ def test_what_is_said_to_be_enough_is_what_the_tier_takes(size: str) -> None:
 
 
 # -- directories -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "reported"),
-    [
-        ("/a\0b", "a path has no zero byte"),
-        ("/a\ud800", "not UTF-8"),
-        ("~no-such-user/x", "not a directory here"),
-    ],
-)
-def test_what_is_no_directory(value: str, reported: str) -> None:
-    assert reported in refusal(socket_dir=value)
-    assert reported in refusal(arena_dir=value)
-    assert reported in refusal(ssd_dirs=[f"{value}=1GiB"])
-
-
-@pytest.mark.parametrize("host", ["x" * 70, "a..b", "a b", "a\0b", "]", "[[::1]]", "::1"])
-def test_what_is_no_host(host: str) -> None:
-    assert "is not HOST:PORT" in refusal(http=f"{host}:80", http_insecure=True)
 
 
 def test_what_is_told_is_short_and_in_one_line(tmp_path: Path) -> None:
@@ -367,24 +342,6 @@ def test_quotas_on_ssd_are_set_or_in_proportion_to_memory(tmp_path: Path) -> Non
     path.write_text(settings_yaml(settings))
     assert load_settings({}, path) == settings
     assert Settings().ssd_quotas() == {"default": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("tenants", "message"),
-    [
-        ("['a=1:64MiB:6GiB', 'b=2:64MiB:3GiB']", "together they get 9GiB of the SSD tier's 8GiB"),
-        ("['a=1:64MiB:7936MiB', 'b=2:64MiB']", "b has room for 3 files of 64MiB in"),
-        ("['a=1:64MiB:1GiB:2GiB']", "is not a tenant"),
-        ("['a=1:0']", "tenants: a has"),
-    ],
-)
-def test_quotas_that_cannot_be_are_refused(tmp_path: Path, tenants: str, message: str) -> None:
-    path = tmp_path / "kvhearth.yaml"
-    path.write_text(
-        f"ssd_dirs: [{tmp_path}/one=8GiB]\nssd_segment_bytes: 64MiB\ntenants: {tenants}\n"
-    )
-    with pytest.raises(KVHearthError, match=re.escape(message)):
-        load_settings({}, path)
 
 
 def test_a_tenant_may_have_no_users(tmp_path: Path) -> None:
