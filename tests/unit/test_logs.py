@@ -1,4 +1,4 @@
-"""Logs in both formats, including the standard library's records; and the table of counters."""
+"""Logs in both formats, with the standard library's records, at a bounded rate; and counters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.cases import cases
 
 import kvhearth_server
 from kvhearth.errors import Reason
 from kvhearth_server.observability import logs
 from kvhearth_server.observability.counters import LABEL_VALUES_MAX, OTHER, Counters
+from kvhearth_server.observability.logs import (
+    FOREIGN_CHARS_MAX,
+    KINDS_MAX,
+    LimitedLog,
+    LimitedRecords,
+    Throttle,
+)
 from kvhearth_server.observability.metrics import COUNTERS
 
 
@@ -28,6 +36,28 @@ class Terminal(io.StringIO):
 
 
 pytestmark = pytest.mark.usefixtures("restored_logging")
+
+
+class Clock:
+    """A clock in seconds that only the test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def written() -> io.StringIO:
+    """The log in JSON, from the level info on."""
+    out = io.StringIO()
+    logs.configure("info", "json", out)
+    return out
 
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:
@@ -47,20 +77,15 @@ def test_json_where_there_is_no_terminal() -> None:
     assert str(line["timestamp"]).endswith("Z")
 
 
-def test_console_on_a_terminal() -> None:
-    out = Terminal()
-    logs.configure("info", "auto", out)
+@cases(("stream", "form", "coloured"), [(Terminal, "auto", True), (io.StringIO, "console", False)])
+def test_the_console_has_colours_on_a_terminal(
+    stream: type[io.StringIO], form: logs.Form, coloured: bool
+) -> None:
+    out = stream()
+    logs.configure("info", form, out)
     logs.get_logger("kvhearth.test").info("slab given", slot_bytes=65536)
     assert "slab given" in out.getvalue()
-    assert "\x1b[" in out.getvalue()
-
-
-def test_console_without_a_terminal_has_no_colours() -> None:
-    out = io.StringIO()
-    logs.configure("info", "console", out)
-    logs.get_logger("kvhearth.test").info("slab given")
-    assert "slab given" in out.getvalue()
-    assert "\x1b[" not in out.getvalue()
+    assert ("\x1b[" in out.getvalue()) == coloured
 
 
 def test_standard_library_records_have_the_same_form() -> None:
@@ -73,22 +98,20 @@ def test_standard_library_records_have_the_same_form() -> None:
     assert line["seconds"] == 2
 
 
-def test_exceptions_are_one_json_line() -> None:
-    out = io.StringIO()
-    logs.configure("info", "json", out)
+def test_exceptions_are_one_json_line(written: io.StringIO) -> None:
     try:
         raise RuntimeError("broken")
     except RuntimeError:
         logs.get_logger("kvhearth.test").exception("task failed")
-    (line,) = lines(out)
+    (line,) = lines(written)
     assert "RuntimeError: broken" in str(line["exception"])
 
 
 FORGED = 'forged\n\x1b[31m{"event": "ready"}\r\x9b1m'
 
 
-@pytest.mark.parametrize("name", ["kvhearth.test", "asyncio"])
-@pytest.mark.parametrize("form", ["json", "console"])
+@cases("name", ["kvhearth.test", "asyncio"])
+@cases("form", ["json", "console"])
 def test_what_a_peer_says_stays_on_its_line(form: logs.Form, name: str) -> None:
     """Neither a forged line nor an escape of a terminal reaches the log."""
     out = io.StringIO()
@@ -110,9 +133,7 @@ def test_what_a_peer_says_stays_on_its_line(form: logs.Form, name: str) -> None:
     assert not any(line.startswith('{"event": "ready"}') for line in text.splitlines())
 
 
-def test_what_python_prints_by_itself_is_logged() -> None:
-    out = io.StringIO()
-    logs.configure("info", "json", out)
+def test_what_python_prints_by_itself_is_logged(written: io.StringIO) -> None:
     hook = sys.unraisablehook
     logging.captureWarnings(False)  # another test may have turned it on
     try:
@@ -125,7 +146,7 @@ def test_what_python_prints_by_itself_is_logged() -> None:
     finally:
         sys.unraisablehook = hook
         logging.captureWarnings(False)
-    found = {line["logger"]: line for line in lines(out)}
+    found = {line["logger"]: line for line in lines(written)}
     assert "old" in str(found["py.warnings"]["event"])
     assert "RuntimeError: broken" in str(found["python"]["exception"])
 
@@ -135,13 +156,95 @@ class _Broken:
         raise RuntimeError("broken")
 
 
-def test_a_second_call_replaces_the_first() -> None:
-    first, second = io.StringIO(), io.StringIO()
-    logs.configure("info", "json", first)
+def test_a_second_call_replaces_the_first(written: io.StringIO) -> None:
+    second = io.StringIO()
     logs.configure("info", "json", second)
     logs.get_logger("kvhearth.test").info("once")
-    assert first.getvalue() == ""
+    assert written.getvalue() == ""
     assert len(lines(second)) == 1
+
+
+# -- floods ----------------------------------------------------------------------------------------
+
+
+def test_a_flood_is_one_a_second_with_a_count(clock: Clock, written: io.StringIO) -> None:
+    log = LimitedLog(logs.get_logger("kvhearth.test"), Throttle(1.0, clock))
+    for number in range(1000):
+        log.warning("refused", kind="bad_message", uid=number)
+    log.warning("refused", kind="deadline", uid=7)
+    clock.now += 1.0
+    log.warning("refused", kind="bad_message", uid=8)
+    clock.now += 5.0
+    log.warning("refused", kind="bad_message", uid=9)
+    found = [(line["uid"], line.get("suppressed"), line["level"]) for line in lines(written)]
+    assert found == [
+        (0, None, "warning"),
+        (7, None, "warning"),
+        (8, 999, "warning"),
+        (9, None, "warning"),
+    ]
+
+
+def test_a_burst_passes_and_the_rest_is_counted(clock: Clock, written: io.StringIO) -> None:
+    log = LimitedLog(logs.get_logger("kvhearth.test"), Throttle(1.0, clock, burst=3))
+    for number in range(10):
+        log.info("engine.attached", kind="engine.attached", pid=number)
+    clock.now += 0.9
+    log.info("engine.attached", kind="engine.attached", pid=10)
+    clock.now += 0.1
+    log.info("engine.attached", kind="engine.attached", pid=11)
+    log.info("engine.attached", kind="engine.attached", pid=12)
+    found = [(line["pid"], line.get("suppressed"), line["level"]) for line in lines(written)]
+    assert found == [
+        (n, s, "info") for n, s in [(0, None), (1, None), (2, None), (11, 8), (12, None)]
+    ]
+
+
+def test_kinds_have_a_bound(clock: Clock) -> None:
+    throttle = Throttle(1.0, clock)
+    admitted = [throttle.admit(f"k{number}") for number in range(10 * KINDS_MAX)]
+    assert admitted.count(0) == KINDS_MAX + 1
+    clock.now += 1.0
+    assert throttle.admit("k0") == 0
+    assert throttle.admit("another") == 9 * KINDS_MAX - 1
+
+
+def test_other_packages_records_by_their_place_in_the_code(
+    clock: Clock, written: io.StringIO
+) -> None:
+    """Errors too: a peer can cause both, and choose the text."""
+    log = logging.getLogger("grpc.test.records")
+    log.addFilter(LimitedRecords(Throttle(1.0, clock)))
+    for number in range(10):
+        log.warning(f"no HTTP from {number}")
+        log.error("no file for %d", number)
+    clock.now += 1.0
+    for number in range(10, 12):
+        log.warning(f"no HTTP from {number}")
+    found = [(line["event"], line.get("suppressed")) for line in lines(written)]
+    assert found == [
+        ("no HTTP from 0", None),
+        ("no file for 0", None),
+        ("no HTTP from 10", None),
+    ]
+
+
+def test_a_flood_of_another_package_does_not_reach_the_log(written: io.StringIO) -> None:
+    log = logging.getLogger("uvicorn.error")
+    for number in range(10_000):
+        log.error(f"{number} " + "x" * 10_000)
+    assert 1 <= len(lines(written)) < 100
+    assert len(written.getvalue()) < 100 * (FOREIGN_CHARS_MAX + 500)
+
+
+def test_our_own_records_all_pass(written: io.StringIO) -> None:
+    log = logs.get_logger("kvhearth.test")
+    for number in range(100):
+        log.error("a bug", number=number)
+    assert [line["number"] for line in lines(written)] == list(range(100))
+
+
+# -- counters --------------------------------------------------------------------------------------
 
 
 def test_counters_start_at_zero_and_rise() -> None:
@@ -160,7 +263,7 @@ def test_counters_start_at_zero_and_rise() -> None:
     assert counters.get("refusals", "draining") == 2
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "n", "label"),
     [
         ("lookpus", 1, ""),
