@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.memory_places import HUGE, Child, mounted, need_hugepages, tmpfs_directory
+from support.cases import cases
+from support.memory_places import HUGE, tmpfs_directory
 
+from kvhearth import failpoints
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.memory.durable_file import HEADER_BYTES, DurableBlob, blob_bytes, peek
 from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment, open_segment
 
 CAPACITY = 10_000
-WRITER = """
-from pathlib import Path
-from kvhearth_server.memory.durable_file import DurableBlob
-from kvhearth_server.memory.segments import open_segment
-DurableBlob(open_segment(Path(arguments[0]))).write(arguments[1].encode())
-"""
 
 
-@pytest.fixture(params=["tmpfs", "hugetlbfs"])
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file for a value on each kind of file system."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "tmpfs":
-            place = stack.enter_context(tmpfs_directory())
-        else:
-            need_hugepages(1)
-            place = stack.enter_context(mounted("hugetlbfs", "pagesize=2M", tmp_path / "huge"))
-        size = blob_bytes(CAPACITY, HUGE)
-        create_segment(size, HugepagePolicy.PREFER, path=place / "catalogue").close()
-        yield place / "catalogue"
+class Killed(BaseException):
+    """The death of a writer, whose mapped pages stay as it left them."""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tmpfs_directory() as folder:
+        yield folder
+
+
+@pytest.fixture
+def path(place: Path) -> Path:
+    return new_file(place / "catalogue")
+
+
+def new_file(path: Path) -> Path:
+    """Make a file for a value."""
+    size = blob_bytes(CAPACITY, HUGE)
+    create_segment(size, HugepagePolicy.PREFER, path=path).close()
+    return path
+
+
+def killed_at(path: Path, fault: str, value: bytes) -> None:
+    """Write a value, and die at a fault point."""
+
+    def hit(name: str) -> None:
+        if name == fault:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, opened(path) as blob:
+        patch.setattr(failpoints, "hit", hit)
+        with pytest.raises(Killed):
+            blob.write(value)
 
 
 @contextlib.contextmanager
@@ -46,12 +62,6 @@ def opened(path: Path) -> Iterator[DurableBlob]:
         yield DurableBlob(segment)
     finally:
         segment.close()
-
-
-def changed(path: Path, position: int) -> None:
-    """Flip a bit of a byte of the file."""
-    with opened(path) as blob:
-        blob.segment.view[position] ^= 1 << (position % 8)
 
 
 def test_values_come_back_also_after_reopening(path: Path) -> None:
@@ -64,16 +74,16 @@ def test_values_come_back_also_after_reopening(path: Path) -> None:
         assert peek(path) == bytes(CAPACITY)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("fault", "left"),
     [("durable.payload_written", b"old"), ("durable.header_written", b"new")],
 )
-def test_a_kill_leaves_the_old_or_the_new_value(path: Path, fault: str, left: bytes) -> None:
+def test_a_kill_leaves_the_old_or_the_new_value(place: Path, fault: str, left: bytes) -> None:
+    path = new_file(place / fault)
     with opened(path) as blob:
         blob.write(b"older")
         blob.write(b"old")
-    with Child(WRITER, str(path), "new", fault=fault) as child:
-        assert child.process.wait(20) == -signal.SIGKILL
+    killed_at(path, fault, b"new")
     assert peek(path) == left
     with opened(path) as blob:
         blob.write(b"next")
@@ -81,8 +91,7 @@ def test_a_kill_leaves_the_old_or_the_new_value(path: Path, fault: str, left: by
 
 
 def test_a_kill_in_the_first_write_leaves_nothing(path: Path) -> None:
-    with Child(WRITER, str(path), "new", fault="durable.payload_written") as child:
-        assert child.process.wait(20) == -signal.SIGKILL
+    killed_at(path, "durable.payload_written", b"new")
     assert peek(path) is None
 
 
@@ -90,13 +99,12 @@ def test_any_flipped_bit_falls_back_to_the_value_before(path: Path) -> None:
     with opened(path) as blob:
         blob.write(b"value one")  # first half
         blob.write(b"value two")  # second half
-        start = blob.segment.bytes // 2
-    for position in range(start, start + HEADER_BYTES + len(b"value two")):
-        changed(path, position)
-        assert peek(path) == b"value one", position
-        changed(path, position)
-    changed(path, start)
-    changed(path, 0)
+        view, start = blob.segment.view, blob.segment.bytes // 2
+        for position in range(start, start + HEADER_BYTES + len(b"value two")):
+            view[position] ^= 1 << (position % 8)
+            assert peek(path) == b"value one", position
+            view[position] ^= 1 << (position % 8)
+        view[[0, start]] ^= 1
     assert peek(path) is None
     with opened(path) as blob:
         blob.write(b"again")
@@ -107,10 +115,8 @@ def test_a_write_after_a_flip_spares_the_half_that_is_whole(path: Path) -> None:
     with opened(path) as blob:
         blob.write(b"one")
         blob.write(b"two")
-        start = blob.segment.bytes // 2
-    changed(path, start + HEADER_BYTES)
-    with Child(WRITER, str(path), "three", fault="durable.payload_written") as child:
-        assert child.process.wait(20) == -signal.SIGKILL
+        blob.segment.view[blob.segment.bytes // 2 + HEADER_BYTES] ^= 1
+    killed_at(path, "durable.payload_written", b"three")
     assert peek(path) == b"one"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import cases
 from support.core_kit import Rig, contract, full
 from support.memory_places import tmpfs_directory
 
@@ -152,19 +153,12 @@ def rig_of(nodes: list[int], made: Contract, *ranks: int) -> tuple[Rig, int]:
     return rig, first
 
 
-def test_a_reservation_lies_near_the_engine_that_writes() -> None:
-    rig, session = rig_of([0, 0, 1, 1], contract(), 1)
-    grant = rig.core.writing.reserve(session, 1, rig.epoch(session), [(0, 5)]).handed[0]
-    table = rig.state.table
-    assert set(table.slab_node[table.slabs_of(grant.slots.reshape(-1))].tolist()) == {1}
-    rig.check()
-
-
-def test_each_rank_s_shards_lie_near_it() -> None:
-    rig, session = rig_of([0, 0, 1, 1], contract(full(shards=2)), 1, 0)
+@cases(("ranks", "nodes"), [((1,), [[1]] * 3), ((1, 0), [[1, 0]] * 3)])
+def test_each_rank_s_shards_lie_near_it(ranks: tuple[int, ...], nodes: list[list[int]]) -> None:
+    rig, session = rig_of([0, 0, 1, 1], contract(full(shards=len(ranks))), *ranks)
     grant = rig.core.writing.reserve(session, 1, rig.epoch(session), [(0, 3)]).handed[0]
     table = rig.state.table
-    assert table.slab_node[table.slabs_of(grant.slots)].tolist() == [[1, 0]] * 3
+    assert table.slab_node[table.slabs_of(grant.slots)].tolist() == nodes
     rig.check()
 
 

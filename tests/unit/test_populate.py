@@ -6,18 +6,15 @@ import ctypes
 import mmap
 import resource
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.attached import attached, url_of
+from support.attached import attached
 from support.daemon import until
-from support.fake_daemon import running, small_contract
 from support.threads import left_since, own_threads
 
 from kvhearth import prefault as populate
-from kvhearth.client import connect
 from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Populate, Span
 
@@ -139,12 +136,3 @@ def test_an_attached_client_leaves_no_thread(tmp_path: Path) -> None:
         assert client.arena is not None
         until(lambda: client.arena._populate.wait(0))  # type: ignore[union-attr]
     assert left_since(others) == []
-
-
-def test_a_client_that_goes_at_once_waits_for_no_page(tmp_path: Path) -> None:
-    with running(tmp_path, small_contract()):
-        client = connect(url_of(tmp_path), small_contract(), engine_id="e1")
-        assert client.wait_ready(10)
-        began = time.monotonic()
-        assert client.close()
-        assert time.monotonic() - began < 5
