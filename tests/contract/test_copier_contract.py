@@ -346,26 +346,19 @@ class TestCopierContract:
         assert rig.load(rig.extents(slots), [3, 2, 1, 0]).ok.all()
         assert rig.pages()[:4] == before[3::-1]
 
-    def test_a_slot_that_left_use_is_not_written(self, make_rig: MakeRig) -> None:
+    def test_a_slot_that_left_use_is_neither_written_nor_loaded(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         extents = rig.extents([0, 1, 2])
         rig.arena.bump(1)
+        before = rig.pages()
         done = rig.store([0, 1, 2], extents)
         assert done.ok.tolist() == [True, False, True]
         assert done.reasons == {"stale_generation": 1}
         assert (rig.arena.slot(1) == 0xA5).all()
         assert rig.slot(2) == rig.page(2)
-
-    def test_a_slot_that_left_use_is_not_loaded(self, make_rig: MakeRig) -> None:
-        rig = make_rig()
-        extents = rig.extents([0, 1, 2])
-        rig.store([0, 1, 2], extents)
-        rig.arena.bump(0)
-        before = rig.pages()
         done = rig.load(extents, [5, 6, 7])
-        assert done.ok.tolist() == [False, True, True]
-        assert rig.page(5) == before[5]
-        assert rig.pages()[6:8] == before[1:3]
+        assert done.ok.tolist() == [True, False, True]
+        assert rig.pages()[5:8] == [before[0], before[6], before[2]]
 
     @cases("direction", ["store", "load"])
     def test_a_slot_leaves_use_during_the_copy(self, make_rig: MakeRig, direction: str) -> None:
@@ -404,22 +397,17 @@ class TestCopierContract:
         assert done.ok.tolist() == [False, True]
         assert done.reasons == {"checksum_mismatch": 1}
 
-    def test_extents_of_another_boot_touch_nothing(self, make_rig: MakeRig) -> None:
+    @cases("dead", [False, True])
+    def test_nothing_of_another_boot_or_a_dead_daemon_is_touched(
+        self, make_rig: MakeRig, dead: bool
+    ) -> None:
         rig = make_rig()
         before = rig.pages()
         extents = rig.extents([0, 1])
-        for done in (rig.store([0, 1], extents, "boot-0"), rig.load(extents, [0, 1], "boot-0")):
+        rig.arena.switch_alive(not dead)
+        boot_id = BOOT if dead else "boot-0"
+        for done in (rig.store([0, 1], extents, boot_id), rig.load(extents, [0, 1], boot_id)):
             assert not done.ok.any()
-            assert done.reasons == {"stale_boot": 2}
-        assert rig.arena.untouched()
-        assert rig.pages() == before
-
-    def test_after_the_daemons_death_nothing_is_touched(self, make_rig: MakeRig) -> None:
-        rig = make_rig()
-        before = rig.pages()
-        extents = rig.extents([0, 1])
-        rig.arena.switch_alive(False)
-        for done in (rig.store([0, 1], extents), rig.load(extents, [0, 1])):
             assert done.reasons == {"stale_boot": 2}
         assert rig.arena.untouched()
         assert rig.pages() == before
