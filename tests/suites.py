@@ -48,9 +48,7 @@ NOT_IN_EVERY_RUN = (
     # live daemons under Hypothesis
     "property/test_connector_machine.py",
     "property/test_fuzz_config.py",
-    "property/test_fuzz_handshake.py",
     "property/test_fuzz_http.py",
-    "property/test_fuzz_http_raw.py",
     "property/test_fuzz_remote.py",
     "property/test_fuzz_replies.py",
     # real servers

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import re
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, Answer, address_of, ask, scraped
-from support.raw_door import PAGE_BYTES, goes_on, new_keys
+from support.raw_door import PAGE_BYTES, end_well, goes_on, new_keys
 
+from kvhearth.errors import KVHearthError
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
+from kvhearth_server.config.model import Settings
+from kvhearth_server.config.rlimit import HTTP_MAX
+from kvhearth_server.preflight import read_token
+from kvhearth_server.transport.web.page import VIEWERS_MAX
+from kvhearth_server.transport.web.server import STUCK_S
 
+PAGE_BYTES_MAX = 80 << 10
 MISSES = ("absent", "epoch", "not_summed")
 UNKNOWN = "a" * 64
 
@@ -41,7 +52,24 @@ def metrics(daemon: Daemon) -> dict[str, float]:
     return found
 
 
-DAEMON = {"http": ANY_PORT}
+GET = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+READ_TOKEN = "a-token-of-monitoring"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    path = tmp_path_factory.mktemp("token") / "read.token"
+    path.touch(mode=0o600)
+    path.write_text(f"{READ_TOKEN}\n")
+    with running_daemon(arena=False, http=ANY_PORT, read_token_file=path) as daemon:
+        yield daemon
+        end_well(daemon)
+
+
+def opened(daemon: Daemon) -> socket.socket:
+    """Open a connection to the daemon's HTTP server."""
+    return socket.create_connection(address_of(daemon), timeout=20)
+
 
 # -- probes and state --------------------------------------------------------------------------
 
@@ -181,15 +209,60 @@ ADMIN = (
 )
 
 
-@pytest.mark.parametrize(("method", "path"), ADMIN)
-@pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", "Basic eDp5", "Bearer \xe9"])
-def test_admin_token(daemon: Daemon, method: str, path: str, given: str) -> None:
-    headers = {"Authorization": given} if given else {}
+def test_actions_and_lists_need_a_token(daemon: Daemon, neighbour: Engine) -> None:
+    assert neighbour.wait_ready()
+    wrong = ("", "Bearer", "Bearer wrong", f"Bearer {READ_TOKEN}x", "Basic eDp5", "Bearer \xe9")
     before = daemon.counters().get("refusals{not_admin}", 0)
-    reported = problem(ask(daemon, path, method, **headers), 403, "not_admin")
-    assert "admin.token" in reported
-    assert daemon.counters()["refusals{not_admin}"] == before + 1
+    for method, path in ADMIN:
+        for given in wrong:
+            answer = ask(daemon, path, method, **({"Authorization": given} if given else {}))
+            assert "admin.token" in problem(answer, 403, "not_admin")
+            assert b"neighbour" not in answer.body
+    assert daemon.counters()["refusals{not_admin}"] == before + len(ADMIN) * len(wrong)
     assert ask(daemon, "/readyz").status == 200
+
+
+def test_the_read_token_only_reads(daemon: Daemon) -> None:
+    reader = {"Authorization": f"Bearer {READ_TOKEN}"}
+    for name in ("sessions", "namespaces", "leases"):
+        path = f"/v1/{name}"
+        found = ask(daemon, path, **reader)
+        assert (found.status, found.json.keys()) == (200, ask(daemon, path, admin=True).json.keys())
+    for method, path in (("GET", "/v1/config"), ("POST", "/v1/admin:drain")):
+        problem(ask(daemon, path, method, **reader), 403, "not_admin")
+    assert ask(daemon, "/readyz").status == 200
+
+
+def test_without_a_token_no_process_and_no_whole_namespace_is_named(
+    daemon: Daemon, neighbour: Engine
+) -> None:
+    assert neighbour.wait_ready()
+    (session,) = ask(daemon, "/v1/sessions", admin=True).json["sessions"]
+    for path in ("/metrics", "/v1/stats", "/readyz?verbose", "/version", "/livez"):
+        assert session["namespace"].encode() not in ask(daemon, path).body, path
+    for path in ("/readyz?verbose", "/version", "/livez"):
+        assert b"neighbour" not in ask(daemon, path).body, path
+    told = json.dumps(ask(daemon, "/v1/stats").json)
+    assert not {"pid", "uid", "contract", "identity"} & set(re.findall(r'"(\w+)":', told))
+
+
+def test_bad_token_files(tmp_path: Path) -> None:
+    for number, (text, mode, message) in enumerate(
+        (
+            ("short", 0o600, "characters"),
+            ("x" * 2000, 0o600, "characters"),
+            ("two lines of text\nand more of it", 0o600, "characters"),
+            (READ_TOKEN, 0o666, "lets others write"),
+            (None, 0o600, "No such file"),
+        )
+    ):
+        path = tmp_path / str(number)
+        if text is not None:
+            path.write_text(text)
+            path.chmod(mode)
+        with pytest.raises(KVHearthError, match=message) as caught:
+            read_token(Settings(read_token_file=path))
+        assert "read_token_file" in caught.value.message
 
 
 def test_config_and_stacks(daemon: Daemon) -> None:
@@ -242,18 +315,18 @@ BAD_BODIES = (b"{", b"[]", b"7", b'"x"', b'{"keep_bytes": -1}', b'{"keep_bytes":
 BAD_BODIES += (b'{"keep_bytes": 1e99}', b'{"nothing": 1}', b"[" * 60_000)
 
 
-@pytest.mark.parametrize("body", BAD_BODIES)
-def test_bad_body(daemon: Daemon, body: bytes) -> None:
+def test_bad_bodies(daemon: Daemon) -> None:
     before = daemon.counters().get("refusals{bad_message}", 0)
-    answer = ask(daemon, f"/v1/namespaces/{UNKNOWN}:evict", "POST", body, admin=True)
-    problem(answer, 400, "bad_message")
-    assert daemon.counters()["refusals{bad_message}"] == before + 1
+    for body in BAD_BODIES:
+        answer = ask(daemon, f"/v1/namespaces/{UNKNOWN}:evict", "POST", body, admin=True)
+        problem(answer, 400, "bad_message")
+    assert daemon.counters()["refusals{bad_message}"] == before + len(BAD_BODIES)
 
 
 def test_a_body_has_a_bound(daemon: Daemon) -> None:
     answer = ask(daemon, "/v1/admin:drain", "POST", b"x" * 140_000, admin=True)
     assert "131072" in problem(answer, 413, "bad_message")
-    with socket.create_connection(address_of(daemon), timeout=10) as line:
+    with opened(daemon) as line:
         line.sendall(b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\n")
         line.sendall(b"Transfer-Encoding: chunked\r\n\r\n" + b"4000\r\n" + b"x" * 0x4000 + b"\r\n")
         for _ in range(8):
@@ -269,19 +342,175 @@ def test_another_hosts_name(daemon: Daemon) -> None:
 
 
 def test_no_http(daemon: Daemon) -> None:
-    with socket.create_connection(address_of(daemon), timeout=10) as line:
+    with opened(daemon) as line:
         line.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
         assert line.recv(4096).startswith(b"HTTP/1.1 400")
 
 
-def test_many_silent_connections_hurt_nobody(daemon: Daemon, neighbour: Engine) -> None:
-    lines = [socket.create_connection(address_of(daemon), timeout=10) for _ in range(100)]
-    try:
-        assert ask(daemon, "/livez").status == 200
+HEADS = (
+    b"Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n\r\n",
+    b"Host: elsewhere\r\n\r\n",
+    b"Host: localhost\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000),
+    b"Host: localhost\r\nContent-Length: x\r\n\r\n",
+)
+
+
+def test_a_refused_head_is_no_failure(daemon: Daemon) -> None:
+    """The answer to HEAD has no body: sending one raised, and each wrote a traceback."""
+    for rest in HEADS:
+        with opened(daemon) as line:
+            line.sendall(b"HEAD /livez HTTP/1.1\r\n" + rest)
+            answer = line.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 4") or not answer
+    assert "Traceback" not in daemon.log_text()
+
+
+def test_good_requests_before_a_bad_one_are_answered(daemon: Daemon, neighbour: Engine) -> None:
+    with opened(daemon) as line, line.makefile("rb") as file:
+        line.sendall(GET % b"/version" * 200 + b"what?\r\n\r\n" + GET % b"/version")
         goes_on(neighbour)
+        found = re.findall(rb"HTTP/1\.1 (\d+)", file.read())
+    assert found == [b"200"] * 200 + [b"400"]
+
+
+SIZED, CHUNKS = b"Content-Length: 18\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def test_half_a_body_does_nothing(daemon: Daemon) -> None:
+    """Without its body the action would evict everything that is not held."""
+    token = (daemon.socket_dir / "admin.token").read_bytes()
+    with engine_of(daemon.url(), contract_of(PAGE_BYTES, model="halved"), "halved") as engine:
+        keys = new_keys(4)
+        assert engine.store(keys).bound == keys
+        spaces = ask(daemon, "/v1/namespaces", admin=True).json["namespaces"]
+        (space,) = [each for each in spaces if each["contract"]["model"] == "halved"]
+        path = f"/v1/namespaces/{space['namespace']}:evict"
+        for sent in (SIZED, SIZED + b'{"keep_bytes"', CHUNKS, CHUNKS + b"zz\r\n"):
+            before = daemon.counters().get("refusals{bad_message}", 0)
+            with opened(daemon) as line:
+                line.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\n" % path.encode())
+                line.sendall(b"Content-Type: application/json\r\n")
+                line.sendall(b"Authorization: Bearer %b\r\n" % token + sent)
+                line.shutdown(socket.SHUT_WR)
+            told = lambda n=before: daemon.counters().get("refusals{bad_message}", 0) == n + 1  # noqa: E731
+            until(told, "it is counted")
+        assert engine.check(keys).right == keys
+        assert ask(daemon, path, "POST", b"{}", admin=True).json["evicted_blocks"] == 4
+
+
+# -- too many, too slow ------------------------------------------------------------------------
+
+
+def test_a_new_connection_takes_the_place_of_an_idle_one(daemon: Daemon, neighbour: Engine) -> None:
+    before = daemon.descriptor_count()
+    with contextlib.ExitStack() as stack:
+        for sent in (b"", b"GET /metr", GET % b"/livez"):
+            for _ in range(HTTP_MAX):
+                line = stack.enter_context(opened(daemon))
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    line.sendall(sent)
+            assert ask(daemon, "/livez").status == 200
+            goes_on(neighbour)
+        assert daemon.descriptor_count() <= before + HTTP_MAX + 20
+        assert daemon.stats().boot_id  # operators have places of their own
+    assert daemon.counters()["connections_refused{http}"] > 0
+
+
+def test_scrapes_share_a_rendering() -> None:
+    with stopped_daemon(arena=False, http=ANY_PORT) as daemon:
+        daemon.fresh_s = 600
+        daemon.start()
+        assert len({ask(daemon, "/metrics").body for _ in range(3)}) == 1
+
+
+CHUNKED = b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\n" + CHUNKS
+SLOW = {
+    "a head": (b"GET /livez HTTP/1.1\r\n", b"A: b\r\n"),
+    "a second head": (GET % b"/livez" + b"GET", b"A"),
+    "a body": (CHUNKED, b"1\r\nx\r\n"),
+    "nothing": (b"", b""),
+    "nothing more": (GET % b"/livez", b""),
+}
+
+
+@pytest.mark.slow
+def test_slow_senders_are_ended(daemon: Daemon) -> None:
+    answers: dict[str, bytes] = {}
+    with contextlib.ExitStack() as stack:
+        lines = {name: stack.enter_context(opened(daemon)) for name in SLOW}
+        for name, line in lines.items():
+            line.sendall(SLOW[name][0])
+            line.settimeout(0.2)
+
+        def ended() -> bool:
+            for name, line in list(lines.items()):
+                try:
+                    line.sendall(SLOW[name][1])
+                    more = line.recv(4096)
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    more = b""
+                answers[name] = answers.get(name, b"") + more
+                if not more:
+                    del lines[name]
+            return not lines
+
+        until(ended, "each is ended", 4 * STUCK_S)
+    assert answers["a body"].startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.slow
+def test_a_peer_that_reads_nothing_is_ended(daemon: Daemon) -> None:
+    before = daemon.descriptor_count()
+    with opened(daemon) as line:
+        line.settimeout(1.0)
+        with contextlib.suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
+            for _ in range(1000):
+                line.sendall(GET % b"/openapi.json" * 100)
+        until(lambda: daemon.descriptor_count() <= before, "it is ended", 4 * STUCK_S)
+
+
+# -- the page --------------------------------------------------------------------------------
+
+
+def test_pages_are_small_and_run_nothing_else(daemon: Daemon) -> None:
+    for path in ("/", "/docs"):
+        answer = ask(daemon, path)
+        assert answer.status == 200
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert len(answer.body) <= PAGE_BYTES_MAX
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'sha256-")
+        assert "unsafe" not in policy
+        assert b"http://" not in answer.body.replace(b"http://www.w3.org/2000/svg", b"")
+        assert b"https://" not in answer.body
+
+
+def test_viewers_are_bounded(daemon: Daemon) -> None:
+    host, _, port = str(daemon.ready()["http"]).rpartition(":")
+    viewers = [http.client.HTTPConnection(host, int(port), timeout=20) for _ in range(VIEWERS_MAX)]
+    try:
+        for each in viewers:
+            each.request("GET", "/v1/events")
+            first = each.getresponse()
+            assert first.status == 200
+            assert first.readline() == b"event: history\n"
+        assert ask(daemon, "/v1/events").status == 503
+        assert ask(daemon, "/livez").status == 200
     finally:
-        for line in lines:
-            line.close()
+        for each in viewers:
+            each.close()
+
+
+def test_a_path_that_is_not_there_counts_as_nothing(daemon: Daemon) -> None:
+    before = daemon.counters()
+    answer = ask(daemon, "/favicon.ico")
+    assert (answer.status, answer.json["reason"]) == (404, "no_such_path")
+    after = daemon.counters()
+    assert {n: c for n, c in after.items() if n.startswith("refusals")} == {
+        n: c for n, c in before.items() if n.startswith("refusals")
+    }
 
 
 # -- addresses ---------------------------------------------------------------------------------

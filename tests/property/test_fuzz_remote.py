@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz import changed, depths, fuzz
+from support.fuzz import changed, fuzz
 
 from kvhearth.copiers.remote import RemoteCopier
 from kvhearth.errors import KVHearthError, Reason
@@ -84,12 +84,11 @@ def reported(decode: Callable[[], object]) -> object:
     return None
 
 
-@depths(150)
-def test_any_answer_to_an_attach(liar: Liar, examples: int) -> None:
+def test_any_answer_to_an_attach(liar: Liar) -> None:
     terms = GatewayTerms(1 << 20, 4, 8, 5.0, 5.0).to_message()
     refusal = {"kind": "refused", "reason": "draining", "message": "m", "details": {"self": "x"}}
 
-    @settings(fuzz, max_examples=examples)
+    @fuzz(150)
     @given(changed(terms), changed(WELCOME.to_message()) | changed(refusal), st.binary(max_size=9))
     def say(first: object, second: object, rest: bytes) -> None:
         with contextlib.suppress(KVHearthError, TypeError, ValueError):
@@ -128,9 +127,8 @@ refusals = st.sampled_from(list(Reason)).map(
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@depths(150)
-def test_any_answer_on_a_data_connection(liar: Liar, direct: bool, examples: int) -> None:
-    @settings(fuzz, max_examples=examples)
+def test_any_answer_on_a_data_connection(liar: Liar, direct: bool) -> None:
+    @fuzz(150)
     @given(st.lists(frames | refusals | st.binary(max_size=50), max_size=4), st.booleans())
     def say(parts: list[bytes], store: bool) -> None:
         liar.says = b"".join(parts)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import Message
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from support.fuzz import changed, depths, fuzz, pieces, values
+from support.fuzz import changed, fuzz, pieces, values
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import ERROR_DOMAIN, KVHearthError, Reason
@@ -109,11 +109,10 @@ bodies = messages.map(lambda message: json.dumps(message).encode()) | st.binary(
 lengths = st.just(0) | st.just(0) | st.integers(-3, 1 << 31)
 
 
-@depths(200)
-def test_any_answer_to_a_hello(place: tuple[Liar, DaemonUrl], examples: int) -> None:
+def test_any_answer_to_a_hello(place: tuple[Liar, DaemonUrl]) -> None:
     liar, url = place
 
-    @settings(fuzz, max_examples=examples)
+    @fuzz(200)
     @given(bodies, lengths, st.lists(st.integers(0, 999), max_size=2), st.integers(0, 9))
     @example(json.dumps({**REFUSED, "details": {"message": 1, "reason": []}}).encode(), 0, [], 0)
     @example(json.dumps({**REFUSED, "reason": {}, "message": None}).encode(), 0, [], 3)
@@ -134,28 +133,22 @@ def test_any_answer_to_a_hello(place: tuple[Liar, DaemonUrl], examples: int) -> 
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
-def changed_welcome(**changes: Any) -> dict[str, Any]:
-    return {**WELCOME.to_message(), **changes}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"segments": [{"segment": 1 << 16, "bytes": 1, "page_bytes": 1}]},
-        {"segments": [{"segment": -1, "bytes": 1, "page_bytes": 1}]},
-        {"segments": [{"segment": 0, "bytes": -1, "page_bytes": 1}]},
-        {"segments": [{"segment": 0, "bytes": 1, "page_bytes": 1}] * 2},
+def test_numbers_that_no_daemon_means() -> None:
+    segment = {"segment": 0, "bytes": 1, "page_bytes": 1}
+    for changes in (
+        {"segments": [{**segment, "segment": 1 << 16}]},
+        {"segments": [{**segment, "segment": -1}]},
+        {"segments": [{**segment, "bytes": -1}]},
+        {"segments": [segment] * 2},
         {"generation_count": -1},
         {"generation_count": 1 << 32},
         {"keys_max": 0},
         {"message_bytes_max": -1},
         {"leases_max": 1 << 31},
-    ],
-)
-def test_numbers_that_no_daemon_means(changes: dict[str, Any]) -> None:
-    with pytest.raises(KVHearthError) as caught:
-        Welcome.from_message(changed_welcome(**changes))
-    assert caught.value.reason is Reason.BAD_MESSAGE
+    ):
+        with pytest.raises(KVHearthError) as caught:
+            Welcome.from_message({**WELCOME.to_message(), **changes})
+        assert caught.value.reason is Reason.BAD_MESSAGE, changes
 
 
 # -- replies to calls ------------------------------------------------------------------------------
@@ -209,37 +202,31 @@ def inside(found: Any, welcome: Welcome) -> None:
         assert int(each["length"]) == PAGE_BYTES
 
 
-@depths(300)
-def test_any_presence(examples: int) -> None:
-    @settings(fuzz, max_examples=examples)
-    @given(st.lists(presences, max_size=3), welcomes())
-    def check(replies: list[Any], welcome: Welcome) -> None:
-        query = codec.pack_query(CONTRACT, ASKED)
-        found = reported(lambda: codec.parse_presence(CONTRACT, welcome, query, replies))
-        for group, result in (found or {}).items():
-            count = len(ASKED[group])
-            assert len(result.present) == len(result.ready) == len(result.tiers) == count
-            assert len(result.extents) == result.leased.sum() * GROUPS[group].shards
-            inside(result.extents, welcome)
-
-    check()
+@fuzz(300)
+@given(st.lists(presences, max_size=3), welcomes())
+def test_any_presence(replies: list[Any], welcome: Welcome) -> None:
+    query = codec.pack_query(CONTRACT, ASKED)
+    found = reported(lambda: codec.parse_presence(CONTRACT, welcome, query, replies))
+    for group, result in (found or {}).items():
+        count = len(ASKED[group])
+        assert len(result.present) == len(result.ready) == len(result.tiers) == count
+        assert len(result.extents) == result.leased.sum() * GROUPS[group].shards
+        inside(result.extents, welcome)
 
 
-@depths(200)
-def test_any_bitmaps_and_reservations(examples: int) -> None:
-    @settings(fuzz, max_examples=examples)
-    @given(st.lists(bitmaps, max_size=3), st.lists(granted, max_size=3), welcomes())
-    def check(found: list[Any], extents: list[Any], welcome: Welcome) -> None:
-        counts = {group: len(keys) for group, keys in ASKED.items()}
-        flags = reported(lambda: codec.parse_bitmaps(counts, found))
-        assert flags is None or {g: len(each) for g, each in flags.items()} == {0: 3, 1: 2}
-        taken = reported(lambda: codec.parse_reservation(CONTRACT, welcome, {0: 2, 1: 1}, extents))
-        for group, each in (taken or {}).items():
-            assert each.shape == (len(each), GROUPS[group].shards)
-            assert len(each) <= {0: 2, 1: 1}[group]
-            inside(each, welcome)
-
-    check()
+@fuzz(200)
+@given(st.lists(bitmaps, max_size=3), st.lists(granted, max_size=3), welcomes())
+def test_any_bitmaps_and_reservations(
+    found: list[Any], extents: list[Any], welcome: Welcome
+) -> None:
+    counts = {group: len(keys) for group, keys in ASKED.items()}
+    flags = reported(lambda: codec.parse_bitmaps(counts, found))
+    assert flags is None or {g: len(each) for g, each in flags.items()} == {0: 3, 1: 2}
+    taken = reported(lambda: codec.parse_reservation(CONTRACT, welcome, {0: 2, 1: 1}, extents))
+    for group, each in (taken or {}).items():
+        assert each.shape == (len(each), GROUPS[group].shards)
+        assert len(each) <= {0: 2, 1: 1}[group]
+        inside(each, welcome)
 
 
 def test_good_replies_are_taken() -> None:
@@ -274,60 +261,33 @@ CHANGES += [("length", PAGE_BYTES << 8), ("length", 0), ("length", PAGE_BYTES + 
 changes_ = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(CHANGES)), max_size=3)
 
 
-@depths(300)
-def test_extents_are_taken_if_each_of_them_is_good(examples: int) -> None:
+@fuzz(300)
+@given(
+    st.integers(0, 20),
+    st.sampled_from([0, 0, 7]),
+    changes_,
+    st.sampled_from([SEGMENTS, SEGMENTS[:1], [], [SegmentInfo(0, PAGE_BYTES - 1, 4096)]]),
+)
+@example(20, 0, [], SEGMENTS)
+@example(20, 7, [], SEGMENTS)
+@example(20, 0, [(19, ("offset", LAST)), (0, ("slot", SLOTS - 1))], SEGMENTS)
+@example(20, 0, [(7, ("offset", LAST + 1))], SEGMENTS)
+@example(20, 0, [(7, ("slot", SLOTS))], SEGMENTS)
+@example(20, 0, [(7, ("segment", 7))], SEGMENTS)
+@example(20, 9, [], SEGMENTS)
+@example(20, 9, [(3, ("slot", SLOTS))], [])
+def test_extents_are_taken_if_each_of_them_is_good(
+    count: int, segment: int, changes: list[Any], segments: list[SegmentInfo]
+) -> None:
     """Covers every path of the check: few extents, many of one segment, many of several."""
-
-    @settings(fuzz, max_examples=examples)
-    @given(
-        st.integers(0, 20),
-        st.sampled_from([0, 0, 7]),
-        changes_,
-        st.sampled_from([SEGMENTS, SEGMENTS[:1], [], [SegmentInfo(0, PAGE_BYTES - 1, 4096)]]),
-    )
-    @example(20, 0, [], SEGMENTS)
-    @example(20, 7, [], SEGMENTS)
-    @example(20, 0, [(19, ("offset", LAST)), (0, ("slot", SLOTS - 1))], SEGMENTS)
-    @example(20, 0, [(7, ("offset", LAST + 1))], SEGMENTS)
-    @example(20, 0, [(7, ("slot", SLOTS))], SEGMENTS)
-    @example(20, 0, [(7, ("segment", 7))], SEGMENTS)
-    @example(20, 9, [], SEGMENTS)
-    @example(20, 9, [(3, ("slot", SLOTS))], [])
-    def check(count: int, segment: int, changes: list[Any], segments: list[SegmentInfo]) -> None:
-        welcome = dataclasses.replace(WELCOME, segments=segments)
-        found = np.zeros(count, EXTENT_DTYPE)
-        found["length"], found["segment"] = PAGE_BYTES, segment
-        for place, (name, value) in changes if count else ():
-            found[place % count][name] = value
-        taken = reported(lambda: parse_extents(CONTRACT, welcome, 1, found.tobytes(), count))
-        assert (taken is not None) == good(welcome, found)
-        assert taken is None or taken.tobytes() == found.tobytes()
-
-    check()
-
-
-@depths(200)
-def test_any_status_of_a_call(examples: int) -> None:
-    """Built from parts that parse, so that it gets further than random bytes."""
-
-    @settings(fuzz, max_examples=examples)
-    @given(
-        st.integers(-(1 << 31), (1 << 31) - 1),
-        st.text(max_size=20),
-        st.sampled_from(["type.googleapis.com/google.rpc.ErrorInfo", "x"]),
-        st.binary(max_size=30) | st.builds(_info, st.text(max_size=9), st.text(max_size=9)),
-        st.integers(0, 3),
-    )
-    def check(code: int, message: str, url: str, data: bytes, count: int) -> None:
-        status = types_pb2.RpcStatus(code=code, message=message)
-        for _ in range(count):
-            status.details.add(type_url=url, value=data)
-        error = decode_status(status.SerializeToString())
-        assert isinstance(error, KVHearthError)
-        assert error.reason in Reason
-        assert str(error)
-
-    check()
+    welcome = dataclasses.replace(WELCOME, segments=segments)
+    found = np.zeros(count, EXTENT_DTYPE)
+    found["length"], found["segment"] = PAGE_BYTES, segment
+    for place, (name, value) in changes if count else ():
+        found[place % count][name] = value
+    taken = reported(lambda: parse_extents(CONTRACT, welcome, 1, found.tobytes(), count))
+    assert (taken is not None) == good(welcome, found)
+    assert taken is None or taken.tobytes() == found.tobytes()
 
 
 def _info(word: str, name: str) -> bytes:
@@ -335,3 +295,22 @@ def _info(word: str, name: str) -> bytes:
         reason=word, domain=ERROR_DOMAIN, metadata={name: word, "self": "x", "message": "y"}
     )
     return info.SerializeToString()
+
+
+@fuzz(200)
+@given(
+    st.integers(-(1 << 31), (1 << 31) - 1),
+    st.text(max_size=20),
+    st.sampled_from(["type.googleapis.com/google.rpc.ErrorInfo", "x"]),
+    st.binary(max_size=30) | st.builds(_info, st.text(max_size=9), st.text(max_size=9)),
+    st.integers(0, 3),
+)
+def test_any_status_of_a_call(code: int, message: str, url: str, data: bytes, count: int) -> None:
+    """Built from parts that parse, so that it gets further than random bytes."""
+    status = types_pb2.RpcStatus(code=code, message=message)
+    for _ in range(count):
+        status.details.add(type_url=url, value=data)
+    error = decode_status(status.SerializeToString())
+    assert isinstance(error, KVHearthError)
+    assert error.reason in Reason
+    assert str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -12,7 +11,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,11 +102,6 @@ class Browser:
             text = {"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}
             named = {"key": key, "code": key, "windowsVirtualKeyCode": code, **text}
             self.command("Input.dispatchKeyEvent", type=kind, **named)
-
-    def picture(self, path: Path) -> None:
-        """Write a PNG of the whole page."""
-        found = self.command("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextlib.contextmanager
