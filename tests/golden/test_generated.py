@@ -87,3 +87,15 @@ def test_each_row_of_the_map_names_at_most_five_files_that_exist() -> None:
         named = re.findall(r"`((?:client|server|lab|proto|tests|deploy|docs)/[\w./]*)`", row)
         assert 1 <= len(named) <= 5, row
         assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_ways_of_a_store_and_a_lookup_name_modules_that_exist() -> None:
+    ways = MAP.read_text().partition("\n## One store\n")[2].partition("## I want to add ...")[0]
+    heads = re.findall(r"^\d+\. ([^:]*): ", ways, re.MULTILINE)
+    named = [name for head in heads for name in re.findall(r"`([^`]+)`", head)]
+    assert len(named) > 50
+    roots = (ROOT / "client/kvhearth", ROOT / "server/kvhearth_server")
+    absent = [
+        n for n in named if not any((r / f"{n}.py").exists() or (r / n).is_dir() for r in roots)
+    ]
+    assert absent == []
