@@ -33,17 +33,20 @@ ENDED_S = 10.0
 LOOKED_AT_MAX = 20
 """Most tests that get a second look: with more, the change is broken, not the tests."""
 
-REAL_DAEMONS = (
+REAL_PROCESSES = (
+    "integration/test_client_processes.py",
     "integration/test_connector_halves.py",
     "integration/test_gateway.py",
     "integration/test_late_writers.py",
+    "integration/test_memory_dirlock.py",
+    "integration/test_memory_segments.py",
     "integration/test_remote_tier.py",
     "integration/test_restart.py",
     "integration/test_shared_index.py",
     "integration/test_ssd_epochs.py",
     "integration/test_ssd_tier.py",
 )
-"""Files with daemons that every run has; each of the others finds little beside them."""
+"""Files with real processes that every run has; each of the others finds little beside them."""
 NOT_IN_EVERY_RUN = (
     # live daemons under Hypothesis
     "property/test_connector_machine.py",
@@ -76,7 +79,7 @@ def files_of(suite: str) -> list[str]:
         for path in (TESTS / folder).glob("test_*.py")
     }
     default = {name for name, folder in found.items() if folder in PURE} - set(NOT_IN_EVERY_RUN)
-    default |= set(REAL_DAEMONS)
+    default |= set(REAL_PROCESSES)
     unit = {name for name, folder in found.items() if folder == "unit"} - {"unit/test_tidy.py"}
     suites = {
         "default": default,

@@ -270,10 +270,7 @@ async def _serve(
     signal.signal(signal.SIGHUP, _tell_hangup)  # the loop leaves the default, which is to die
     await supervisor.stop()
     background.close()
-    if engine.tiering is not None:
-        if not engine.tiering.tier.drain(settings.drain_timeout_s):
-            _log.warning("ssd.not_at_rest")
-        engine.tiering.turn()
+    _rest_tier(engine, settings.drain_timeout_s)
     for path in socket_files(settings):
         path.unlink(missing_ok=True)
     _log.info("daemon.stopped", **_summary(engine))
@@ -325,6 +322,15 @@ def _spare_the_loop() -> None:
     """Do work now that calls would otherwise wait for later."""
     np.unique(np.zeros(0))  # its first call imports modules for 15 ms or more
     spare_survivors()
+
+
+def _rest_tier(engine: Engine, timeout_s: float) -> None:
+    """Bring the SSD tier and its catalogue's writers to rest."""
+    engine.ssd_catalogue.close(timeout_s)
+    if engine.tiering is not None:
+        if not engine.tiering.tier.drain(timeout_s):
+            _log.warning("ssd.not_at_rest")
+        engine.tiering.turn()
 
 
 async def _drain(

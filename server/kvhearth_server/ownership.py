@@ -133,8 +133,11 @@ def read_own(
     Raises:
         OSError: it cannot be read, is ``refused``, or has more than ``bytes_max`` bytes.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    with os.fdopen(os.open(path, flags), "rb") as file:
+
+    def opened(path: str, flags: int) -> int:
+        return os.open(path, flags | (0 if follow else os.O_NOFOLLOW))
+
+    with open(path, "rb", opener=opened) as file:
         check_own(file.fileno(), path, refused)
         data = file.read(-1 if bytes_max is None else bytes_max + 1)
     if bytes_max is not None and len(data) > bytes_max:

@@ -620,6 +620,7 @@ class TestCopierContract:
             assert list(threads.map(store, (0, 2, 4))) == [True] * 3
         assert [rig.slot(slot) for slot in range(6)] == before[:6]
 
+    @pytest.mark.realtime("forks")
     def test_a_forked_child_has_no_copier(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         if not rig.kind.startswith("scripted"):

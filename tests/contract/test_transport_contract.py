@@ -130,6 +130,7 @@ def test_a_transport_of_frames_is_warm_with_an_idle_connection_only(
     transport.close()
 
 
+@pytest.mark.realtime("forks")
 def test_a_forked_child_has_no_transport(tmp_path: Path, make: MakeTransport) -> None:
     transport = make(1 << 20)
     with running(tmp_path, small_contract()) as daemon:

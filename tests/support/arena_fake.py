@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from kvhearth.model import EXTENT_DTYPE, FLAG_SUMMED, Records
 from kvhearth.prefault import Unpopulated
 
+MAP_HUGETLB = 0x40000
 GUARD_BYTE = 0xA5
 """Initial value of every byte of the arena."""
 
@@ -112,10 +112,5 @@ def summed(extents: Records, checksums: np.ndarray, flags: int = FLAG_SUMMED) ->
 
 
 def _map(size: int, hugepages: bool) -> mmap.mmap:
-    flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if hugepages else 0)
-    descriptor = os.memfd_create("kvhearth-fake-arena", flags)
-    try:
-        os.ftruncate(descriptor, size)
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | (MAP_HUGETLB if hugepages else 0)
+    return mmap.mmap(-1, size, flags)

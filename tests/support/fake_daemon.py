@@ -103,7 +103,8 @@ class FakeDaemon:
 
     def _serve(self) -> None:
         (self.directory / "grpc.sock").unlink(missing_ok=True)
-        self._server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+        self._threads = ThreadPoolExecutor(4)
+        self._server = grpc.server(self._threads, options=[("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers((cache_service(self._handler),))
         self._server.add_insecure_port(f"unix:{self.directory / 'grpc.sock'}")
         self._server.start()
@@ -128,6 +129,7 @@ class FakeDaemon:
         if not keep_lines:
             self.drop_lines()
         self._server.stop(None).wait(5)
+        self._threads.shutdown()
         self._calls.stop()
         self._attach.join()
         self.segment.close()

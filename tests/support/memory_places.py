@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -23,6 +24,10 @@ from kvhearth_server.preflight import arena_plan
 MIB = 1 << 20
 HUGE = 2 * MIB
 CHILD_DEADLINE_S = 20.0
+MS_RDONLY, MNT_DETACH = 1, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 
 def on_hugetlbfs(settings: Settings) -> int:
@@ -62,15 +67,16 @@ def mounted(kind: str, options: str, path: Path) -> Iterator[Path]:
         pytest.skip(f"mounting {kind} needs root")
     path.mkdir(parents=True, exist_ok=True)
     # By default everybody may write to a tmpfs, and a daemon uses no such directory.
-    alone = "mode=0700," if kind == "tmpfs" else ""
-    mount = ["mount", "-t", kind, "-o", alone + options, "none", str(path)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount {kind} here: {done.stderr.strip()}")
+    words = ["mode=0700", *options.split(",")] if kind == "tmpfs" else options.split(",")
+    flags = MS_RDONLY if "ro" in words else 0
+    data = ",".join(word for word in words if word != "ro").encode()
+    where = os.fsencode(path)
+    if _libc.mount(b"none", where, kind.encode(), flags, data):
+        pytest.skip(f"cannot mount {kind} here: {os.strerror(ctypes.get_errno())}")
     try:
         yield path
     finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+        _libc.umount2(where, MNT_DETACH)
 
 
 class Child:

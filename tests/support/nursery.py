@@ -114,6 +114,7 @@ class Nursery:
                 env={**variables, "PYTHONPATH": found},
             )
         self._control.settimeout(START_S)
+        self.pid = self._process.pid
 
     def birth(self, run: str, files: Sequence[int] = (), **arguments: Any) -> Child:
         """Fork a child that calls ``run`` ("module:function") with copies of the descriptors
@@ -146,6 +147,11 @@ class Nursery:
 
 _nursery: Nursery | None = None
 _making = threading.Lock()
+
+
+def running() -> Nursery | None:
+    """Return this process's nursery, if it has been started."""
+    return _nursery
 
 
 def nursery() -> Nursery:

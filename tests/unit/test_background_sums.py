@@ -54,7 +54,7 @@ def test_sums_go_on_after_a_failure() -> None:
         background.start()
         async with asyncio.timeout(10):
             while engine.to_sum:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0)
             await background.settled()
         assert [id(one) for one in background.summed] == [id(first), id(second)]
         assert counters.get("task_failures", "sum") == 1

@@ -75,6 +75,7 @@ def test_an_nvme_drive_with_a_file_system_is_an_ssd_tier(tmp_path: Path) -> None
     assert re.fullmatch(re.escape(str(drive)) + r"/kvhearth=\d+GiB", place)
 
 
+@pytest.mark.realtime("asks systemd and the command")
 @pytest.mark.parametrize("mode", ["--user", "--system"])
 def test_the_files_are_ones_that_daemon_and_systemd_take(
     tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]

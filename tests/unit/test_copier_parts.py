@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -15,11 +13,11 @@ import pytest
 from support.arena_fake import FakeArena, summed
 from support.native import without_native
 
+from kvhearth import failpoints
 from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
 from kvhearth.copiers.base import TicketBook
 from kvhearth.copiers.batch import Batch, HeldArena, as_arrays, as_single
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.native import VARIABLE
 from kvhearth.page_layout import PagedKV
 
 PAGE_BYTES = 32
@@ -319,40 +317,21 @@ class TestHostCopier:
                 assert (base == before).all()
                 copier.close()
 
-    PROGRAM = """
-import numpy as np
-from support.arena_fake import FakeArena
-from kvhearth.copiers import HostCopier
-from kvhearth.page_layout import PagedKV
-arena = FakeArena(32)
-copier = HostCopier(PagedKV([np.zeros((8, 32), np.uint8)]), arena)
-extents = arena.extents([0, 1])
-copier.store_now("boot-1", np.arange(2), extents)
-copier.load_now("boot-1", extents, np.arange(2))
-"""
-
-    def start(self, fault: str) -> subprocess.Popen[bytes]:
-        """Starts a process that stores and loads with a fault point armed."""
-        return subprocess.Popen(
-            [sys.executable, "-c", self.PROGRAM],
-            env={
-                "KVHEARTH_FAULT": fault,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                VARIABLE: os.environ.get(VARIABLE, "1"),
-            },
-        )
-
-    @pytest.mark.parametrize(
-        "point",
-        ["copier.store_copying", "copier.store_block:2", "copier.store_done", "copier.load_block"],
-    )
-    def test_fault_points(self, point: str) -> None:
-        with self.start(point) as process:
-            assert process.wait(60) == -signal.SIGKILL
-
-    def test_a_process_is_stopped_at_a_fault_point_and_goes_on(self) -> None:
-        with self.start("copier.store_copying:1:stop") as process:
-            _, status = os.waitpid(process.pid, os.WUNTRACED)
-            assert os.WIFSTOPPED(status)
-            process.send_signal(signal.SIGCONT)
-            assert process.wait(60) == 0
+    def test_fault_points(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        signals = list[int]()
+        monkeypatch.setattr(os, "kill", lambda _, number: signals.append(number))
+        monkeypatch.setattr(signal, "pthread_kill", lambda _, number: signals.append(number))
+        arena = FakeArena(PAGE_BYTES)
+        copier = HostCopier(PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)]), arena)
+        extents, pages = arena.extents([0, 1]), np.arange(2)
+        kill, stop = signal.SIGKILL, signal.SIGSTOP
+        points = {"store_copying": kill, "store_block:2": kill, "store_done": kill}
+        points |= {"store_done:1:stop": stop, "load_block": kill, "load_done": kill}
+        for point, number in points.items():
+            signals.clear()
+            failpoints.arm(f"copier.{point}")
+            done = copier.store_now(BOOT, pages, extents)
+            copier.load_now(BOOT, summed(extents, done.checksums), pages)
+            failpoints.arm(None)
+            assert set(signals) == {number}, point
+        copier.close()

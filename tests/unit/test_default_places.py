@@ -102,6 +102,7 @@ assert os.fsencode(parse_url("kvhearth+unix:").socket_dir) == os.getcwdb() + b"/
 """
 
 
+@pytest.mark.realtime("a locale is a process's")
 def test_a_path_that_is_not_ascii_in_an_ascii_locale(tmp_path: Path) -> None:
     folder = tmp_path / "ä"
     folder.mkdir()

@@ -11,6 +11,7 @@ from kvhearth_server.config import rlimit as descriptors
 from kvhearth_server.config.model import Settings
 
 
+@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize(("short", "reported"), [(0, False), (1, True)])
 def test_a_limit_that_is_too_low_is_told_at_the_start(
     monkeypatch: pytest.MonkeyPatch,

@@ -160,6 +160,7 @@ def test_torch_parameters_and_meta_tensors() -> None:
         PagedKV([torch.zeros(PAGES, 8, device="meta")])
 
 
+@pytest.mark.realtime("imports of a new interpreter")
 def test_importing_and_using_the_host_path_does_not_import_torch() -> None:
     program = """
 import sys, numpy

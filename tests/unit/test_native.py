@@ -64,11 +64,13 @@ class TestBuild:
         with pytest.raises(native.Unavailable, match="compiled from other sources; run: python -m"):
             native.load(built, "0" * 32)
 
+    @pytest.mark.realtime("compiles")
     def test_a_library_of_another_interface_is_not_loaded(self, tmp_path: Path) -> None:
         other = build.build(tmp_path / "other.so", abi=build.ABI + 1)
         with pytest.raises(native.Unavailable, match="of interface"):
             native.load(other, build.sources_digest())
 
+    @pytest.mark.realtime("compiles")
     def test_a_compiler_that_fails_leaves_the_old_library(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -90,6 +92,7 @@ def test_missing_and_broken_libraries_are_not_loaded(tmp_path: Path) -> None:
         native.load(broken, "")
 
 
+@pytest.mark.realtime("runs the build")
 @pytest.mark.parametrize(("options", "code"), [([], 0), (["--strict"], 1)])
 def test_without_a_compiler_the_build_says_so(options: list[str], code: int) -> None:
     done = subprocess.run(

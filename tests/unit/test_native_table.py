@@ -154,6 +154,7 @@ def test_whatever_memory_holds_no_place_outside_the_segment_is_told(
     assert (seen["offset"] + PAGE <= 128 * PAGE).all()
 
 
+@pytest.mark.realtime("kills a process")
 def test_a_reader_beside_a_writer_that_is_killed() -> None:
     """No mix of two writes is ever found, and no search hangs."""
     slots = 256

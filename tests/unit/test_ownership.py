@@ -116,6 +116,7 @@ def test_the_namespaces_do_not_follow_a_planted_link(tmp_path: Path) -> None:
     catalogue = EpochStore([folder], Counters(COUNTERS), 5.0)
     catalogue.write({"lineage": "a", "next_session": 1, "epoch_floor": 0}, [])
     asyncio.run(catalogue.confirm())
+    catalogue.close(20)
     assert target.read_bytes() == b"theirs"
 
 

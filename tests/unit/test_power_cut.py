@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -95,28 +96,31 @@ def test_a_store_whose_flush_fails_is_not_done(drive: Drive, folder: Path) -> No
         assert desk.load(range(8)).rows(Done).tolist() == [0, 1, 2, 3]
 
 
-def epochs_in(folder: Path) -> EpochStore:
+@contextmanager
+def epochs_in(folder: Path) -> Iterator[EpochStore]:
     """The namespaces' file of one directory."""
-    return EpochStore([folder], Counters(COUNTERS))
+    store = EpochStore([folder], Counters(COUNTERS))
+    yield store
+    store.close(20)
 
 
 def test_an_epoch_is_durable_once_it_is_confirmed(
     drive: Drive, folder: Path, tmp_path: Path
 ) -> None:
-    store = epochs_in(folder)
-    store.write(CONTENT, [])
-    asyncio.run(store.confirm())
-    assert epochs_in(drive.cut_to(tmp_path / "later")).read() is not None
-    drive.broken = True
-    store.write(CONTENT | {"epoch_floor": 4}, [])
-    asyncio.run(store.confirm())
-    assert FILE_NAME not in drive.cut(), "the old epoch came back"
-    drive.broken = False
+    with epochs_in(folder) as store:
+        store.write(CONTENT, [])
+        asyncio.run(store.confirm())
+        with epochs_in(drive.cut_to(tmp_path / "later")) as later:
+            assert later.read() is not None
+        drive.broken = True
+        store.write(CONTENT | {"epoch_floor": 4}, [])
+        asyncio.run(store.confirm())
+        assert FILE_NAME not in drive.cut(), "the old epoch came back"
+        drive.broken = False
 
 
 def test_an_epoch_is_not_confirmed_while_the_drive_is_busy(drive: Drive, folder: Path) -> None:
-    async def scenario() -> None:
-        store = epochs_in(folder)
+    async def scenario(store: EpochStore) -> None:
         drive.awake.clear()
         store.write(CONTENT, [])
         confirmed = asyncio.ensure_future(store.confirm())
@@ -127,7 +131,8 @@ def test_an_epoch_is_not_confirmed_while_the_drive_is_busy(drive: Drive, folder:
         await confirmed
         assert FILE_NAME in drive.cut()
 
-    asyncio.run(scenario())
+    with epochs_in(folder) as store:
+        asyncio.run(scenario(store))
 
 
 def test_a_fleets_key_is_on_the_drive_once_it_is_told(drive: Drive, folder: Path) -> None:

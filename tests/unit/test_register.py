@@ -199,6 +199,7 @@ def test_a_torch_without_cuda_is_said() -> None:
         Cudart()
 
 
+@pytest.mark.realtime("forks")
 def test_a_forked_child_leaves_the_registration_alone(cuda: FakeCuda) -> None:
     registration = _begun(cuda)
     assert registration.wait(DEADLINE_S)

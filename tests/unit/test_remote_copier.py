@@ -219,8 +219,12 @@ def test_little_staging_memory_is_shared_by_all_portions(make_rig: Any, connecti
 
 
 def test_staging_memory_must_hold_two_blocks(make_rig: Any) -> None:
+    rig = make_rig()
+    welcome, few_bytes = rig.gateway.welcome(), 2 * BLOCK_BYTES - 1
+    remote = RemoteArena(welcome, rig.lines, few_bytes, lambda: rig.session_alive)
     with pytest.raises(KVHearthError, match="staging="):
-        make_rig(direct=False, staging_bytes=2 * BLOCK_BYTES - 1)
+        RemoteCopier(PagedKV([rig.pages]), remote, direct=False)
+    remote.close()
 
 
 def test_wrong_bytes_of_the_network_are_found(make_rig: Any) -> None:
@@ -234,6 +238,7 @@ def test_wrong_bytes_of_the_network_are_found(make_rig: Any) -> None:
     assert done.reasons == {"checksum_mismatch": 1}
 
 
+@pytest.mark.realtime("forks")
 def test_a_forked_child_leaves_the_connections_alone(make_rig: Any) -> None:
     rig = make_rig()
     rig.store([0])

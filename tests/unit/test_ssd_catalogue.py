@@ -32,12 +32,16 @@ def hanging(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(os.open(path, os.O_RDWR))  # a blocked open gets its writer, and then end-of-file
+        descriptor = os.open(path, os.O_RDWR)  # a blocked open gets its writer
+        path.unlink()  # and one that has not begun finds nothing
+        os.close(descriptor)
 
 
 def test_a_directory_that_hangs_is_passed_by_and_counted(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
-    catalogue_of(good, bad)[0].write(CONTENT, [])
+    before, _ = catalogue_of(good, bad)
+    before.write(CONTENT, [])
+    before.close(20)
     with hanging(bad):
         found, counters = catalogue_of(good, bad)
         said = found.read()

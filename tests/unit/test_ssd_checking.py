@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def test_an_event_is_readable_until_it_is_reset_and_a_bad_one_is_told() -> None:
         signal_event(event)
     reset_event(event)
     reset_event(event)  # it is reset already, which is no error
+    os.close(event)
     for call in (signal_event, reset_event):
         with pytest.raises(OSError, match="Bad file descriptor"):
             call(-1)

@@ -138,6 +138,7 @@ peer.sendall("\\n".join(lines).encode())
 """
 
 
+@pytest.mark.realtime("a filter of system calls lasts as long as its process")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are of x86_64")
 def test_what_a_seccomp_profile_forbids_is_passed_over() -> None:
     with Child(FORBID, "206") as child:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from kvhearth.errors import Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.observability.metrics import COUNTERS
@@ -56,8 +58,14 @@ ODD_OPENING = re.compile(r"[`\"(]*(?:What|Who|Whose|Whoever|Whatever|Of|So|As|Th
 """A sentence begins with a verb or a noun that names its subject."""
 ODD_SHARE_MAX = 0.03
 
+REALTIME = re.compile(r"pytest\.mark\.realtime\((\W)")
+REALTIME_MAX = 40
+
 UNPICKLERS = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle"})
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
+
+
+pytestmark = pytest.mark.realtime("parses every module")
 
 
 class Source(NamedTuple):
@@ -228,6 +236,12 @@ def _texts(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
             yield "".join(GAP if part is None else re.escape(str(part)) for part in parts)
+
+
+def test_few_pure_tests_need_real_time() -> None:
+    marks = [mark for each in sources().values() for mark in REALTIME.findall(each.text)]
+    assert len(marks) <= REALTIME_MAX
+    assert set(marks) == {'"'}, "a mark names its reason"
 
 
 def test_every_setting_is_used() -> None:

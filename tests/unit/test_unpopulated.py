@@ -239,6 +239,7 @@ def test_a_gateway_without_memory_tells_which_slots_lack_it(full: Mapped) -> Non
 # -- what follows ----------------------------------------------------------------------------------
 
 
+@pytest.mark.realtime("watches a thread that the kernel lets populate")
 def test_page_tables_are_filled_as_the_daemon_populates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvhearth.prefault._PIECE_PAGES", 4)
     mapped = Mapped(os.memfd_create("segment"), populate=True)

@@ -186,6 +186,7 @@ def test_a_worker_without_pages_says_so() -> None:
     worker.shutdown()
 
 
+@pytest.mark.realtime("imports of a new interpreter")
 def test_the_package_imports_without_vllm_torch_or_a_daemon() -> None:
     words = (
         "import sys; sys.modules['vllm'] = sys.modules['torch'] = None;"

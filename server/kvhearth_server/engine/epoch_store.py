@@ -142,6 +142,12 @@ class EpochStore:
                 )
             await asyncio.sleep(_LOOK_S)
 
+    def close(self, deadline_s: float) -> None:
+        """End the writers; one whose drive hangs is left behind."""
+        end = time.monotonic() + deadline_s
+        for copy in self._copies:
+            copy.close(max(0.0, end - time.monotonic()))
+
     @property
     def _safe(self) -> bool:
         copies = self._copies
@@ -193,6 +199,10 @@ class _Copy:
         if not self._started:
             self._started = True
             self._worker.start()
+
+    def close(self, deadline_s: float) -> None:
+        """End the writer, unless its drive hangs."""
+        self._worker.stop(deadline_s)
 
     def wait(self, end: float) -> None:
         """Wait until the content is written or the time is over."""
