@@ -99,6 +99,11 @@ def items(named: list[bytes], kv_group: int = 0) -> list[KeysItem]:
     return [KeysItem(kv_group, named)]
 
 
+def slots_item(slots: Sequence[int], generations: Sequence[int]) -> SlotsItem:
+    """Return slots in the form that calls take."""
+    return SlotsItem(np.array(slots, np.int64), np.array(generations, np.uint32))
+
+
 def sums_of(slots: I64) -> U8:
     """Return checksums that name their slots, (n, shards, 16)."""
     words = np.zeros((*slots.shape, 2), np.uint64)

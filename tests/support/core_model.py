@@ -67,8 +67,18 @@ class Memory:
         return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
 
+@dataclass(eq=False)
+class Shards:
+    """The slots of one block, in rank order."""
+
+    slots: list[int]
+    generations: list[int]
+    places: list[Place]
+    kv_group: int
+
+
 @dataclass(eq=False, repr=False)
-class Held:
+class Held(Shards):
     """Slots of one block that a client was handed and has not given back.
 
     ``writers`` are the sessions that may write to it at any time, until they are drained or the
@@ -76,11 +86,7 @@ class Held:
     """
 
     group: int
-    kv_group: int
     reservation: int
-    slots: list[int]
-    generations: list[int]
-    places: list[Place]
     writers: set[int]
     in_doubt: bool = False
 
@@ -89,21 +95,22 @@ class Held:
 
 
 @dataclass(eq=False, repr=False)
-class Block:
+class Block(Shards):
     """One committed block that is neither evicted nor replaced."""
 
     namespace: int
-    kv_group: int
     key: bytes
     epoch: int
-    slots: list[int]
-    generations: list[int]
-    places: list[Place]
     tokens: list[Token]
     summed: bool
     announced: bool = False
     leases: int = 0
     pins: int = 0
+
+    @property
+    def name(self) -> tuple[int, int, bytes]:
+        """What it is found by."""
+        return self.namespace, self.kv_group, self.key
 
     def __repr__(self) -> str:
         name = f"{self.namespace}/{self.kv_group}/{int.from_bytes(self.key)}"

@@ -72,24 +72,21 @@ some_keys = st.one_of(
 class Client:
     """One process: attached, or detached and perhaps still writing."""
 
-    number: int
     record: Session
     engine: tuple[str, str]
-    group: int
     contract: Contract
     rank: int
-    scheduler: bool
     boot_id: str
     attached: bool = True
+
+    def __post_init__(self) -> None:
+        self.number, self.group = self.record.number, self.record.group
+        self.scheduler = not self.rank
 
     @property
     def place(self) -> tuple[str, int]:
         """Its group, with the boot: numbers of groups start again with each daemon."""
         return self.boot_id, self.group
-
-
-with_engine = precondition(lambda self: self.deciders())
-"""Condition of a rule that needs a living scheduler."""
 
 
 def run_machine(
@@ -123,6 +120,24 @@ def survives(step: Callable[..., None]) -> Callable[..., None]:
         self.pending = []
 
     return run
+
+
+def decides(
+    when: Callable[[Any], object] = lambda self: True, **strategies: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a rule of a step of a living scheduler, which is drawn from ``data``. The step may run
+    in states for which ``when`` holds; the daemon may die during it.
+    """
+
+    def decorate(step: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(step)
+        def run(self: MachineBase, data: st.DataObject, **arguments: Any) -> None:
+            step(self, data, pick(data, self.deciders(), "scheduler"), **arguments)
+
+        made: Callable[..., None] = rule(data=st.data(), **strategies)(survives(run))
+        return precondition(lambda self: bool(self.deciders() and when(self)))(made)
+
+    return decorate
 
 
 def pick(data: st.DataObject, items: Sequence[T], label: str) -> T:
@@ -222,13 +237,13 @@ class MachineBase(RuleBasedStateMachine):
         group = self.state.groups.of_session(client.number)
         return client.attached and group is not None and not group.ended
 
+    def attached(self) -> list[Client]:
+        """Return the processes that are attached."""
+        return [client for client in self.clients if client.attached]
+
     def deciders(self) -> list[Client]:
         """Return the schedulers of living groups."""
         return [c for c in self.clients if c.scheduler and self.living(c)]
-
-    def decider(self, data: st.DataObject) -> Client:
-        """Draw the scheduler of a living group."""
-        return pick(data, self.deciders(), "scheduler")
 
     def kv_group(self, data: st.DataObject, client: Client) -> int:
         """Draw one of a contract's groups."""
@@ -296,11 +311,7 @@ class MachineBase(RuleBasedStateMachine):
             return
         if old is not None:
             assert self.engine.sessions.find(old.number) is None, "its word was not taken"
-        session = attached.session
-        boot_id = self.engine.boot_id
-        self.clients.append(
-            Client(session.number, session, engine, session.group, made, rank, rank == 0, boot_id)
-        )
+        self.clients.append(Client(attached.session, engine, made, rank, self.engine.boot_id))
 
     def _goes_quiet(self, client: Client) -> None:
         """Record that the process no longer writes and maps nothing."""
@@ -314,10 +325,9 @@ class MachineBase(RuleBasedStateMachine):
     @survives
     def leave(self, data: st.DataObject, finished: bool) -> None:
         """Close a process's attach socket, with or without a goodbye."""
-        here = [c for c in self.clients if c.attached]
-        if not here:
+        if not self.attached():
             return
-        client = pick(data, here, "who leaves")
+        client = pick(data, self.attached(), "who leaves")
         living = self.living(client)
         client.attached = False
         if finished:
@@ -392,7 +402,7 @@ class MachineBase(RuleBasedStateMachine):
         """Return the blocks that the new core has; each must be one of the candidates."""
         found: dict[tuple[int, int, bytes], Block] = {}
         table = self.state.table
-        by_head = {(b.namespace, b.kv_group, b.key, b.slots[0]): b for b in candidates}
+        by_head = {(*block.name, block.slots[0]): block for block in candidates}
         for number, kv_group, heads in self.state.index.items():
             for each, head in heads.items():
                 block = by_head[number, kv_group, each, head]
@@ -435,7 +445,7 @@ class MachineBase(RuleBasedStateMachine):
             assert cause in EVICTIONS
 
     def _stored(self, name: tuple[int, int, bytes]) -> None:
-        waiting = [b for b in self.pending if (b.namespace, b.kv_group, b.key) == name]
+        waiting = [block for block in self.pending if block.name == name]
         block = self.model.blocks.get(name) or waiting[0]
         assert not block.announced, "announced twice"
         block.announced = True

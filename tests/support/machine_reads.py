@@ -13,21 +13,20 @@ from kvhearth.errors import Reason
 from kvhearth.model import FLAG_SUMMED
 from kvhearth_server.core.holds import hold_room, newly_held_bytes
 from kvhearth_server.core.lookup import Found, KeysItem
-from kvhearth_server.core.reservations import SlotsItem
-from support.core_kit import refused
+from support.core_kit import refused, slots_item
 from support.core_model import Block, Served, longest_hit, needed_blocks, places
-from support.machine_base import KEYS, Client, MachineBase, pick, some_keys, survives, with_engine
+from support.machine_base import KEYS, Client, MachineBase, decides, pick, some_keys, survives
 
 
 class ReadingRules(MachineBase):
     """Compares served blocks with the model; eviction must not touch leased or pinned blocks."""
 
-    @precondition(lambda self: self.model.blocks)
-    @with_engine
-    @rule(data=st.data(), lease_ids=st.lists(st.integers(0, 4), min_size=1, max_size=3))
-    def lookup(self, data: st.DataObject, lease_ids: list[int]) -> None:
+    @decides(
+        lambda self: self.model.blocks,
+        lease_ids=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    )
+    def lookup(self, data: st.DataObject, client: Client, lease_ids: list[int]) -> None:
         """Look up keys of one group, of some or of all."""
-        client = self.decider(data)
         count = len(client.contract.groups)
         for lease_id in lease_ids:
             first = data.draw(st.integers(0, count - 1), label="first kv group")
@@ -100,12 +99,10 @@ class ReadingRules(MachineBase):
             self.model.served.append(Served(self.shell.boots, slot, generation, place, token))
         del self.model.served[:-48]
 
-    @precondition(lambda self: self.model.leases or len(self.model.blocks) > 8)
-    @with_engine
-    @rule(data=st.data(), lease_id=st.integers(1, 4))
-    @survives
-    def release(self, data: st.DataObject, lease_id: int) -> None:
-        client = self.decider(data)
+    @decides(
+        lambda self: self.model.leases or len(self.model.blocks) > 8, lease_id=st.integers(1, 4)
+    )
+    def release(self, data: st.DataObject, client: Client, lease_id: int) -> None:
         call = functools.partial(
             self.engine.call, self.core.reading.release, client.number, [lease_id]
         )
@@ -117,11 +114,8 @@ class ReadingRules(MachineBase):
                 call()
             self.withdrawn.add((client.group, lease_id))
 
-    @precondition(lambda self: self.model.blocks)
-    @with_engine
-    @rule(data=st.data(), named=some_keys)
-    def touch(self, data: st.DataObject, named: list[bytes]) -> None:
-        client = self.decider(data)
+    @decides(lambda self: self.model.blocks, named=some_keys)
+    def touch(self, data: st.DataObject, client: Client, named: list[bytes]) -> None:
         kv_group, epoch = self.kv_group(data, client), self.space(client).epoch
         expected = [block is not None for block in self.known(client, kv_group, named)]
         items = [KeysItem(kv_group, named)]
@@ -130,23 +124,16 @@ class ReadingRules(MachineBase):
         assert one.present.tolist() == expected
         assert not one.leased.any()
 
-    @precondition(lambda self: self.model.blocks)
-    @with_engine
-    @rule(data=st.data())
-    @survives
-    def report_bad(self, data: st.DataObject) -> None:
+    @decides(lambda self: self.model.blocks)
+    def report_bad(self, data: st.DataObject, client: Client) -> None:
         """Remove a block whose bytes a reader and the daemon found wrong, leased or not."""
-        client = self.decider(data)
         number = self.space(client).number
         blocks = [b for b in self.model.blocks.values() if b.namespace == number and b.summed]
         if not blocks:
             return
         self.bad = block = pick(data, blocks, "bad block")
         shard = data.draw(st.integers(0, len(block.slots) - 1), label="shard")
-        item = SlotsItem(
-            np.array([block.slots[shard]], np.int64),
-            np.array([block.generations[shard]], np.uint32),
-        )
+        item = slots_item(block.slots[shard : shard + 1], block.generations[shard : shard + 1])
         (suspect,) = self.core.reading.suspects(client.number, [item])
         assert suspect.tolist() == [block.slots]
         remove = functools.partial(
@@ -160,11 +147,15 @@ class ReadingRules(MachineBase):
 
     # -- keeping and dropping ---------------------------------------------------------------------
 
-    @precondition(lambda self: self.model.blocks)
-    @with_engine
-    @rule(data=st.data(), pin_id=st.integers(1, 3), named=some_keys, ttl_s=st.sampled_from([1, 50]))
-    def pin(self, data: st.DataObject, pin_id: int, named: list[bytes], ttl_s: int) -> None:
-        client = self.decider(data)
+    @decides(
+        lambda self: self.model.blocks,
+        pin_id=st.integers(1, 3),
+        named=some_keys,
+        ttl_s=st.sampled_from([1, 50]),
+    )
+    def pin(
+        self, data: st.DataObject, client: Client, pin_id: int, named: list[bytes], ttl_s: int
+    ) -> None:
         kv_group, space = self.kv_group(data, client), self.space(client)
         blocks = self.known(client, kv_group, named)
         distinct = list(dict.fromkeys(block for block in blocks if block))
@@ -198,12 +189,8 @@ class ReadingRules(MachineBase):
         with refused(reason):
             call()
 
-    @precondition(lambda self: self.model.pins or len(self.model.blocks) > 8)
-    @with_engine
-    @rule(data=st.data(), pin_id=st.integers(1, 3))
-    @survives
-    def unpin(self, data: st.DataObject, pin_id: int) -> None:
-        client = self.decider(data)
+    @decides(lambda self: self.model.pins or len(self.model.blocks) > 8, pin_id=st.integers(1, 3))
+    def unpin(self, data: st.DataObject, client: Client, pin_id: int) -> None:
         name = (self.space(client).number, pin_id)
         call = functools.partial(self.engine.call, self.core.pinning.unpin, client.number, [pin_id])
         if name in self.model.pins:
@@ -224,12 +211,8 @@ class ReadingRules(MachineBase):
             self.model.drop_pin(name)
         assert self.engine.call(self.core.pinning.expire, self.shell.now) == len(over)
 
-    @precondition(lambda self: len(self.model.blocks) > 4 and self.quiet_steps % 3 == 0)
-    @with_engine
-    @rule(data=st.data())
-    @survives
-    def bump_epoch(self, data: st.DataObject) -> None:
-        client = self.decider(data)
+    @decides(lambda self: len(self.model.blocks) > 4 and self.quiet_steps % 3 == 0)
+    def bump_epoch(self, data: st.DataObject, client: Client) -> None:
         space = self.space(client)
         epoch = space.epoch
         with refused(Reason.STALE_EPOCH):

@@ -5,54 +5,36 @@ documented reason, and change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
 
 from kvhearth.errors import Reason
-from kvhearth.model import I64, U8, U32
 from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.membership import Joining
-from kvhearth_server.core.reservations import SlotsItem
-from support.core_kit import contract, full, key, keys, refused
-from support.core_model import Held, snapshot
-from support.machine_base import Client, MachineBase, pick, with_engine
+from support.core_kit import contract, full, key, keys, refused, slots_item
+from support.core_model import Block, Held, snapshot
+from support.machine_base import Client, MachineBase, decides, pick
 
 Refusal = tuple[str, Reason, Callable[[], object]]
 
 
-def commit_item(
-    held: Held,
-    *,
-    kv_group: int | None = None,
-    slots: I64 | None = None,
-    generations: U32 | None = None,
-    checksums: U8 | None = None,
-    parent: bytes = b"",
-) -> CommitItem:
-    """Return a commit of one block under key 0, with something wrong."""
-    return CommitItem(
-        held.kv_group if kv_group is None else kv_group,
-        keys(0),
-        np.array([held.slots], np.int64) if slots is None else slots,
-        np.array([held.generations], np.uint32) if generations is None else generations,
-        checksums,
-        parent,
-    )
+def commit_item(shards: Held | Block) -> CommitItem:
+    """Return a commit of one block under key 0, to its slots."""
+    slots = np.array([shards.slots], np.int64)
+    generations = np.array([shards.generations], np.uint32)
+    return CommitItem(shards.kv_group, keys(0), slots, generations, None, b"")
 
 
 class RefusalRules(MachineBase):
     """Clients that violate the protocol."""
 
-    @precondition(lambda self: self.quiet_steps % 3 == 0)
-    @with_engine
-    @rule(data=st.data())
-    def break_a_rule(self, data: st.DataObject) -> None:
+    @decides(lambda self: self.quiet_steps % 3 == 0)
+    def break_a_rule(self, data: st.DataObject, client: Client) -> None:
         """Do one of the things that no client should do."""
-        client = self.decider(data)
         wrong = [*self._wrong_keys(client), *self._wrong_pins(client), *self._wrong_joins(client)]
         mine = [h for h in self.model.held if h.group == client.group and not h.in_doubt]
         if mine:
@@ -118,18 +100,10 @@ class RefusalRules(MachineBase):
         join, made = self.core.membership.join, client.contract
         running = self.state.group_of(client.number).incarnation
 
+        again = Joining(1 << 41, tenant, engine_id, made, True, 0, 0, mapped=True)
+
         def joining(**changes: Any) -> Callable[[], object]:
-            values: dict[str, Any] = {
-                "session": 1 << 41,
-                "tenant": tenant,
-                "engine_id": engine_id,
-                "contract": made,
-                "scheduler": True,
-                "rank": 0,
-                "incarnation": 0,
-                "mapped": True,
-            }
-            return lambda: join(Joining(**{**values, **changes}))
+            return lambda: join(replace(again, **changes))
 
         yield "scheduler", Reason.RANK_TAKEN, joining()
         yield "rank", Reason.RANK_TAKEN, joining(scheduler=False)
@@ -148,60 +122,46 @@ class RefusalRules(MachineBase):
         yield "page", Reason.BAD_CONTRACT, joining(contract=huge, engine_id="new")
 
     def _wrong_slots(self, client: Client, held: Held) -> Iterator[Refusal]:
-        session, epoch = client.number, self.space(client).epoch
+        good = commit_item(held)
 
-        def commit(*items: CommitItem) -> Callable[[], object]:
-            return lambda: self.core.writing.commit(session, epoch, list(items))
+        def commit(*items: CommitItem, **change: Any) -> Callable[[], object]:
+            """Commit the items, or the good one with a change."""
+            sent = [*items] if items else [replace(good, **change)]
+            session, epoch = client.number, self.space(client).epoch
+            return lambda: self.core.writing.commit(session, epoch, sent)
 
         def abort(slots: list[int], generations: list[int]) -> Callable[[], object]:
-            item = SlotsItem(np.array(slots, np.int64), np.array(generations, np.uint32))
-            return lambda: self.core.writing.abort(session, [item], [], in_doubt=False)
+            item = slots_item(slots, generations)
+            return lambda: self.core.writing.abort(client.number, [item], [], in_doubt=False)
 
-        good = commit_item(held)
         yield "twice", Reason.BAD_EXTENTS, commit(good, good)
         for slot in (-1, self.geometry.slot_count, (1 << 32) - 1):
             slots = np.array([[slot, *held.slots[1:]]], np.int64)
-            yield "slot", Reason.BAD_EXTENTS, commit(commit_item(held, slots=slots))
-            yield "slot", Reason.BAD_EXTENTS, commit(good, commit_item(held, slots=slots))
+            yield "slot", Reason.BAD_EXTENTS, commit(slots=slots)
+            yield "slot", Reason.BAD_EXTENTS, commit(good, replace(good, slots=slots))
             yield "slot", Reason.BAD_EXTENTS, abort([slot], [0])
         wide = np.array([[*held.slots, held.slots[0]]], np.int64)
-        yield "shape", Reason.BAD_EXTENTS, commit(commit_item(held, slots=wide))
-        flat = np.array([held.generations[0]], np.uint32)
-        yield "shape", Reason.BAD_EXTENTS, commit(commit_item(held, generations=flat))
+        yield "shape", Reason.BAD_EXTENTS, commit(slots=wide)
+        yield "shape", Reason.BAD_EXTENTS, commit(generations=good.generations[0, :1])
         sums = np.zeros((1, len(held.slots), 15), np.uint8)
-        yield "sums", Reason.BAD_CHECKSUMS, commit(commit_item(held, checksums=sums))
-        yield "parent", Reason.BAD_KEYS, commit(commit_item(held, parent=b"x" * 31))
-        none = len(client.contract.groups)
-        yield "group", Reason.BAD_GROUP, commit(commit_item(held, kv_group=none))
+        yield "sums", Reason.BAD_CHECKSUMS, commit(checksums=sums)
+        yield "parent", Reason.BAD_KEYS, commit(parent=b"x" * 31)
+        yield "group", Reason.BAD_GROUP, commit(kv_group=len(client.contract.groups))
         for change in (1, -1):
-            aged = np.array([held.generations], np.int64) + change
-            stale = aged.astype(np.uint32)
-            yield "stale", Reason.STALE_EXTENT, commit(commit_item(held, generations=stale))
+            stale = good.generations + np.uint32(change % (1 << 32))
+            yield "stale", Reason.STALE_EXTENT, commit(generations=stale)
             yield "stale", Reason.STALE_EXTENT, abort(held.slots, stale[0].tolist())
-        yield from self._wrong_owners(client, held, commit, abort)
-
-    def _wrong_owners(
-        self,
-        client: Client,
-        held: Held,
-        commit: Callable[..., Callable[[], object]],
-        abort: Callable[..., Callable[[], object]],
-    ) -> Iterator[Refusal]:
-        """Yield refusals for slots that belong to others, or hold a block already."""
+        # Slots that belong to others, or hold a block already.
         alive = {group.number for group in self.state.groups if not group.ended}
-        for other in self.model.held:
-            if other.group == client.group or other.in_doubt or other.group not in alive:
-                continue
+        others: list[tuple[str, Reason, Held | Block]] = [
+            ("foreign", Reason.FOREIGN_EXTENT, other)
+            for other in self.model.held
+            if other.group in alive - {client.group} and not other.in_doubt
+        ]
+        blocks = self.model.blocks.values()
+        others += [("done", Reason.ALREADY_COMMITTED, block) for block in blocks]
+        for name, reason, other in others:
             if len(other.slots) == len(held.slots):
-                slots = np.array([other.slots], np.int64)
-                generations = np.array([other.generations], np.uint32)
-                item = commit_item(held, slots=slots, generations=generations)
-                yield "foreign", Reason.FOREIGN_EXTENT, commit(item)
-            yield "foreign", Reason.FOREIGN_EXTENT, abort(other.slots, other.generations)
-        for block in self.model.blocks.values():
-            if len(block.slots) == len(held.slots):
-                slots = np.array([block.slots], np.int64)
-                generations = np.array([block.generations], np.uint32)
-                item = commit_item(held, slots=slots, generations=generations)
-                yield "done", Reason.ALREADY_COMMITTED, commit(item)
-            yield "done", Reason.ALREADY_COMMITTED, abort(block.slots, block.generations)
+                item = replace(commit_item(other), kv_group=held.kv_group)
+                yield name, reason, commit(item)
+            yield name, reason, abort(other.slots, other.generations)

@@ -14,7 +14,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.reservations import Reserved, SlotsItem
 from kvhearth_server.core.slot_table import State
-from support.core_kit import key
+from support.core_kit import key, slots_item
 from support.core_model import Block, Held, places
 from support.machine_base import (
     HELD_FRACTION,
@@ -22,6 +22,7 @@ from support.machine_base import (
     STOCK_FRACTION,
     Client,
     MachineBase,
+    decides,
     key_numbers,
     mostly,
     overlap,
@@ -29,7 +30,6 @@ from support.machine_base import (
     portions,
     starts,
     survives,
-    with_engine,
 )
 
 RESERVATIONS = st.integers(100, 107)
@@ -55,22 +55,15 @@ class WritingRules(MachineBase):
 
     # -- reserve ----------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.quiet_steps % 3 != 0)
-    @with_engine
-    @rule(data=st.data(), count=st.integers(1, 8), numbered=RESERVATIONS)
-    @survives
-    def reserve(self, data: st.DataObject, count: int, numbered: int) -> None:
+    @decides(lambda self: self.quiet_steps % 3 != 0, count=st.integers(1, 8), numbered=RESERVATIONS)
+    def reserve(self, data: st.DataObject, client: Client, count: int, numbered: int) -> None:
         """Reserve under a number that may have been used before."""
-        client = self.decider(data)
         portion = data.draw(portions, label="portion")
         self._reserve(client, [(self.kv_group(data, client), count)], numbered, portion)
 
-    @with_engine
-    @rule(data=st.data(), counts=st.lists(st.integers(1, 8), min_size=1, max_size=3))
-    @survives
-    def store(self, data: st.DataObject, counts: list[int]) -> None:
+    @decides(counts=st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    def store(self, data: st.DataObject, client: Client, counts: list[int]) -> None:
         """Reserve and commit at once, runs of keys: the usual way."""
-        client = self.decider(data)
         every = data.draw(st.sampled_from([False, False, True]), label="all kv groups")
         groups = range(len(client.contract.groups)) if every else [self.kv_group(data, client)]
         first, summed = data.draw(starts, label="first key"), data.draw(mostly, label="summed")
@@ -125,7 +118,7 @@ class WritingRules(MachineBase):
             self._justify(client, short[0], reserved.short, None)
 
     def _note_handed(self, client: Client, numbered: int, reserved: Reserved) -> None:
-        writers = {c.number for c in self.clients if c.group == client.group and c.attached}
+        writers = {c.number for c in self.attached() if c.group == client.group}
         taken = [place for held in self.model.held for place in held.places]
         taken += [place for block in self.model.blocks.values() for place in block.places]
         for part in reserved.handed:
@@ -138,17 +131,9 @@ class WritingRules(MachineBase):
                 for place in found:
                     assert not any(overlap(place, other) for other in taken), "handed out twice"
                 taken += found
-                self.model.held.append(
-                    Held(
-                        client.group,
-                        part.kv_group,
-                        numbered,
-                        slots.tolist(),
-                        generations.tolist(),
-                        found,
-                        set(writers),
-                    )
-                )
+                shards = slots.tolist(), generations.tolist(), found
+                held = Held(*shards, part.kv_group, client.group, numbered, set(writers))
+                self.model.held.append(held)
 
     def _justify(
         self, client: Client, kv_group: int, reason: Reason, again: object, numbered: int = 0
@@ -208,24 +193,22 @@ class WritingRules(MachineBase):
 
     # -- commit -----------------------------------------------------------------------------------
 
-    def _own(self, client: Client) -> list[Held]:
-        """Return the slots that the scheduler may commit: all their writers are attached and can
-        report.
-        """
-        here = {c.number for c in self.clients if c.attached}
-        return [
-            held
-            for held in self.model.held
-            if held.group == client.group and not held.in_doubt and held.writers <= here
-        ]
+    def _reported(self, client: Client) -> list[Held]:
+        """Return the slots of a scheduler's group whose writers are all attached and can report."""
+        here = {c.number for c in self.attached()}
+        return [h for h in self.model.held if h.group == client.group and h.writers <= here]
 
-    @precondition(lambda self: self.model.held)
-    @with_engine
-    @rule(data=st.data(), summed=st.booleans(), parent=st.none() | key_numbers.map(key))
-    @survives
-    def commit(self, data: st.DataObject, summed: bool, parent: bytes | None) -> None:
+    def _own(self, client: Client) -> list[Held]:
+        """Return the slots that the scheduler may commit."""
+        return [held for held in self._reported(client) if not held.in_doubt]
+
+    @decides(
+        lambda self: self.model.held, summed=st.booleans(), parent=st.none() | key_numbers.map(key)
+    )
+    def commit(
+        self, data: st.DataObject, client: Client, summed: bool, parent: bytes | None
+    ) -> None:
         """Commit some of the held slots, under any keys in any order."""
-        client = self.decider(data)
         own = self._own(client)
         if not own:
             return
@@ -275,7 +258,7 @@ class WritingRules(MachineBase):
         self.sync()
         for block, new in zip(blocks, itertools.chain(*expected), strict=True):
             if new:
-                self.model.blocks[block.namespace, block.kv_group, block.key] = block
+                self.model.blocks[block.name] = block
 
     def _write(
         self, client: Client, chosen: list[Held], named: list[bytes], *, summed: bool
@@ -291,31 +274,17 @@ class WritingRules(MachineBase):
                 self.memory.write(place, token)
             held.writers = set()
             self.model.held.remove(held)
-            blocks.append(
-                Block(
-                    space.number,
-                    held.kv_group,
-                    each,
-                    space.epoch,
-                    held.slots,
-                    held.generations,
-                    held.places,
-                    tokens,
-                    summed,
-                )
-            )
+            shards = held.slots, held.generations, held.places, held.kv_group
+            blocks.append(Block(*shards, space.number, each, space.epoch, tokens, summed))
         return blocks
 
     def _sums(self, blocks: list[Block]) -> Any:
         data = b"".join(self.memory.checksum(place) for b in blocks for place in b.places)
         return np.frombuffer(data, np.uint8).reshape(len(blocks), -1, 16)
 
-    @precondition(lambda self: self.sent_commits and self.quiet_steps % 4 == 1)
-    @with_engine
-    @rule(data=st.data())
-    def repeat_commit(self, data: st.DataObject) -> None:
+    @decides(lambda self: self.sent_commits and self.quiet_steps % 4 == 1)
+    def repeat_commit(self, data: st.DataObject, client: Client) -> None:
         """Repeat a commit that was applied."""
-        client = self.decider(data)
         sent = [item for place, item in self.sent_commits[-8:] if place == client.place]
         if not sent:
             return
@@ -372,26 +341,15 @@ class WritingRules(MachineBase):
 
     # -- abort ------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.model.held)
-    @with_engine
-    @rule(data=st.data(), in_doubt=st.booleans())
-    @survives
-    def abort(self, data: st.DataObject, in_doubt: bool) -> None:
-        client = self.decider(data)
-        here = {c.number for c in self.clients if c.attached}
-        own = [
-            held
-            for held in self.model.held
-            if held.group == client.group and (in_doubt or held.writers <= here)
-        ]
+    @decides(lambda self: self.model.held, in_doubt=st.booleans())
+    def abort(self, data: st.DataObject, client: Client, in_doubt: bool) -> None:
+        mine = [held for held in self.model.held if held.group == client.group]
+        own = mine if in_doubt else self._reported(client)
         if not own:
             return
         indices = st.lists(st.integers(0, len(own) - 1), min_size=1, max_size=4, unique=True)
         chosen = [own[index] for index in data.draw(indices, label="blocks")]
-        items = [
-            SlotsItem(np.array(held.slots, np.int64), np.array(held.generations, np.uint32))
-            for held in chosen
-        ]
+        items = [slots_item(held.slots, held.generations) for held in chosen]
         self._gave_back(chosen, in_doubt=in_doubt)
         # A report frees nothing while a member that left without a goodbye may be writing.
         has_undrained_member = self.state.group_of(client.number).has_undrained_member
@@ -410,39 +368,34 @@ class WritingRules(MachineBase):
                 held.writers = set()
                 self.model.held.remove(held)
 
-    @precondition(lambda self: self.sent_aborts)
-    @with_engine
-    @rule(data=st.data())
-    def repeat_abort(self, data: st.DataObject) -> None:
+    @decides(lambda self: self.sent_aborts)
+    def repeat_abort(self, data: st.DataObject, client: Client) -> None:
         """Repeat an abort that was applied, perhaps after the slots were reused."""
-        client = self.decider(data)
         sent = [item for place, item in self.sent_aborts[-8:] if place == client.place]
         if not sent:
             return
         item = pick(data, sent, "abort")
         self._refused_again(self.core.writing.abort, client.number, [item], [], in_doubt=False)
 
-    @precondition(lambda self: self.model.held)
-    @with_engine
-    @rule(data=st.data(), numbered=RESERVATIONS, in_doubt=st.booleans())
-    @survives
-    def abort_reservation(self, data: st.DataObject, numbered: int, in_doubt: bool) -> None:
+    @decides(lambda self: self.model.held, numbered=RESERVATIONS, in_doubt=st.booleans())
+    def abort_reservation(
+        self, data: st.DataObject, client: Client, numbered: int, in_doubt: bool
+    ) -> None:
         """Abort by number, for a client that never saw the answer; perhaps after an abort in
         doubt.
         """
-        client = self.decider(data)
         group = self.state.group_of(client.number)
         record = group.reservations.get(numbered)
         if record is None:
             return
-        here = {c.number for c in self.clients if c.attached}
         named = [slots for part in record.handed for slots in part.slots.tolist()]
         chosen = [
             held
             for held in self.model.held
             if (held.group, held.reservation) == (client.group, numbered) and held.slots in named
         ]
-        if in_doubt or all(held.writers <= here for held in chosen):
+        reported = self._reported(client)
+        if in_doubt or all(held in reported for held in chosen):
             self._gave_back(chosen, in_doubt=in_doubt)
             self.engine.call(
                 self.core.writing.abort, client.number, [], [numbered], in_doubt=in_doubt
