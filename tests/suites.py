@@ -43,6 +43,7 @@ REAL_PROCESSES = (
     "integration/test_remote_tier.py",
     "integration/test_restart.py",
     "integration/test_shared_index.py",
+    "integration/test_shared_table.py",
     "integration/test_ssd_epochs.py",
     "integration/test_ssd_tier.py",
 )

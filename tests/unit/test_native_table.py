@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.core_kit import no_deadline
-from support.table_rig import FIRST, PAGE, SPACE, Rig, names, shape_of
+from support.table_rig import FIRST, PAGE, SPACE, Rig, names
 
 from kvhearth import native
 from kvhearth.model import EXTENT_DTYPE
@@ -23,9 +15,9 @@ from kvhearth.model import EXTENT_DTYPE
 pytestmark = pytest.mark.skipif(native.available() is not None, reason="no native module")
 
 
-@pytest.mark.parametrize("shards", [1, 2, 8])
-@pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("width", [16, 24, 32])
+@pytest.mark.parametrize(
+    ("shards", "scattered", "width"), [(1, False, 16), (1, True, 32), (2, True, 24), (8, False, 32)]
+)
 def test_all_that_is_put_is_found(shards: int, scattered: bool, width: int) -> None:
     rig, count = Rig(4096), 4096 // shards
     order = np.arange(4096)
@@ -152,40 +144,3 @@ def test_whatever_memory_holds_no_place_outside_the_segment_is_told(
     assert (seen["slot"] >= FIRST).all()
     assert (seen["slot"] < FIRST + 128).all()
     assert (seen["offset"] + PAGE <= 128 * PAGE).all()
-
-
-@pytest.mark.realtime("kills a process")
-def test_a_reader_beside_a_writer_that_is_killed() -> None:
-    """No mix of two writes is ever found, and no search hangs."""
-    slots = 256
-    shape = shape_of(slots)
-    sizes = shape.bytes, 4 * (FIRST + slots)
-    places = [os.memfd_create("table") for _ in sizes]
-    for place, size in zip(places, sizes, strict=True):
-        os.ftruncate(place, size)
-    memory, generations = (np.frombuffer(mmap.mmap(place, 0), np.uint8) for place in places)
-    rig = Rig(slots, memory, generations)
-    keys = names(2 * slots)
-    words = [sys.executable, "-m", "support.table_rig", *map(str, places), str(slots)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    for _ in range(3):
-        with subprocess.Popen(
-            words, stdout=subprocess.PIPE, pass_fds=places, env=environment
-        ) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
-            end, hits = time.monotonic() + 0.3, 0
-            while time.monotonic() < end or not hits:
-                found, extents = rig.find(keys)
-                sums = extents["checksum"].reshape(-1)
-                for number in np.flatnonzero(found).tolist():
-                    assert sums[number].tobytes() == keys[number][:16]
-                    assert extents["slot"][number, 0] == FIRST + number % slots
-                hits += np.count_nonzero(found)
-                assert writer.poll() is None
-            writer.send_signal(signal.SIGKILL)
-        for _ in range(10):
-            found, extents = rig.find(keys)
-            assert not (found[:slots] & found[slots:]).any()
-    for place in places:
-        os.close(place)
