@@ -1,10 +1,6 @@
-"""Caches to run traces through: one that uses an eviction policy, and classic algorithms as
-models.
-"""
+"""A cache that uses an eviction policy, to run traces through."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
 
 import numpy as np
 
@@ -55,29 +51,6 @@ class PolicyCache:
         return False
 
 
-class QueueCache:
-    """FIFO, or LRU if hits move the key to the newest end."""
-
-    def __init__(self, capacity: int, *, lru: bool) -> None:
-        self._capacity = capacity
-        self._lru = lru
-        self._keys: OrderedDict[int, None] = OrderedDict()
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._keys
-
-    def get_or_put(self, key: int) -> bool:
-        """Look a key up and admit it on a miss. True for a hit."""
-        if key in self._keys:
-            if self._lru:
-                self._keys.move_to_end(key)
-            return True
-        if len(self._keys) == self._capacity:
-            self._keys.popitem(last=False)
-        self._keys[key] = None
-        return False
-
-
 def zipf_keys(seed: int, key_count: int, length: int) -> list[int]:
     """Return keys ``0 .. key_count - 1`` with probability proportional to 1 / (key + 1)."""
     weights = 1.0 / np.arange(1, key_count + 1)
@@ -86,9 +59,7 @@ def zipf_keys(seed: int, key_count: int, length: int) -> list[int]:
     return [int(key) for key in picked]
 
 
-def hot_hits(
-    cache: PolicyCache | QueueCache, hot: list[int], scans_per_hot: int, scan_from: int
-) -> float:
+def hot_hits(cache: PolicyCache, hot: list[int], scans_per_hot: int, scan_from: int) -> float:
     """Return the share of hits among the hot accesses, each followed by ``scans_per_hot`` keys that
     occur only once.
     """

@@ -159,8 +159,7 @@ def test_both_ways_are_one(steps: list[tuple[Any, ...]], held: float) -> None:
             pair.do(step)
 
 
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[Found | None]:
-    """Records every result of the fast path from now on."""
+def test_it_is_taken_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Found | None] = []
     lookup = PrefixFastPath.lookup
 
@@ -169,48 +168,23 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Found | None]:
         return answers[-1]
 
     monkeypatch.setattr(PrefixFastPath, "lookup", note)
-    return answers
-
-
-def test_it_is_taken_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = taken(monkeypatch)
     rig = Rig(1)
-    session = rig.attach(contract(full()))
-    assert rig.put(session, keys(1, 2, 3, 4)).tolist() == [True] * 4
-    rig.state.table.flags[rig.head(session, key(3))] = FLAG_VERIFY
-    heads = [rig.head(session, key(number)) for number in (1, 2, 3, 4)]
-    found = rig.lookup(session, keys(1, 2, 3, 4), lease_id=5)
-    (one,) = found.groups
-    assert answers[0] is not None
-    assert (found.lease_id, found.hit_tokens, one.leased.tolist()) == (5, 64, [True] * 4)
-    expected = rig.state.table.extents(np.array(heads), 4096, summed=True)
-    assert one.extents.tobytes() == expected.tobytes()
-    assert rig.group(session).leases[5].tolist() == sorted(heads)
-    # Keys in another order than in memory: the extents follow the keys.
-    found = rig.lookup(session, keys(4, 1), lease_id=6)
-    assert answers[1] is not None
-    assert found.groups[0].extents["slot"].tolist() == [heads[3], heads[0]]
-    found = rig.lookup(session, keys(2, 3, 1), lease_id=7)
-    assert answers[2] is not None
-    assert found.groups[0].extents["slot"].tolist() == [heads[1], heads[2], heads[0]]
-    rig.release(session, 5, 6, 7)
-
-
-def test_what_is_not_whole_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = taken(monkeypatch)
-    rig = Rig(4)
     session = rig.attach(contract(full(), mamba()))
-    rig.put(session, keys(1, 2, 3))
-    rig.put(session, keys(1, 2, 3), kv_group=1)
-    for named, kv_group in (
-        (keys(1, 2, 9), 0),  # one is missing
-        (keys(1, 2, 1), 0),  # one is asked for twice
-        (keys(1, 2, 3), 1),  # another kind of group
+    rig.put(session, keys(1, 2, 3, 4))
+    rig.put(session, keys(1, 2), kv_group=1)
+    for asked, kv_group, whole in (
+        ((1, 2, 3, 4), 0, True),
+        ((2, 3, 1), 0, True),
+        ((1, 2, 9), 0, False),  # one is missing
+        ((1, 2, 1), 0, False),  # one is asked for twice
+        ((1, 2), 1, False),  # another kind of group
     ):
-        rig.lookup(session, named, kv_group=kv_group, lease_id=7)
-        assert answers == [None]
-        answers.clear()
-        rig.release(session, 7)
+        found = rig.lookup(session, keys(*asked), kv_group=kv_group, lease_id=5)
+        assert (answers.pop() is not None) == whole, asked
+        heads = [rig.head(session, key(number)) for number in asked if number < 9]
+        if not kv_group:  # the extents follow the keys
+            assert found.groups[0].extents["slot"].tolist() == heads
+        rig.release(session, 5)
 
 
 @pytest.mark.parametrize("kv_group", [0, 1])
@@ -234,30 +208,6 @@ def test_a_slot_that_another_block_took_is_not_served(kv_group: int) -> None:
     assert found.groups[0].present.tolist() == [True, False, True]
     assert (found.hit_tokens, found.groups[0].extents["slot"].tolist()) == (16, heads[:1])
     rig.release(mine, 5, 6)
-
-
-def test_pins_and_readers_of_removed_blocks_keep_the_books(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    answers = taken(monkeypatch)
-    rig = Rig(1)
-    session = rig.attach()
-    rig.put(session, keys(1, 2, 3))
-    books, head = rig.state.books[0], rig.head(session, key(2))
-    rig.pin(session, 7, keys(2))
-    for lease_id in (5, 6):
-        rig.lookup(session, keys(1, 2, 3), lease_id=lease_id)
-    assert None not in answers
-    assert (books.held, books.leased_slots) == (3 * 4096, 6)
-    rig.release(session, 5)
-    rig.release(session, 6)
-    assert (books.held, books.leased_slots) == (4096, 0)
-    rig.core.pinning.unpin(session, [7])
-    rig.lookup(session, keys(1, 2, 3), lease_id=8)
-    assert rig.remove_bad(head)
-    assert books.quarantined == 4096
-    rig.release(session, 8)
-    assert (books.held, books.quarantined, books.committed) == (0, 0, 2 * 4096)
 
 
 @no_deadline
