@@ -55,8 +55,6 @@ from kvhearth_server.transport.messages import (
     slots_items,
 )
 
-fuzz = settings(base, max_examples=3 * base.max_examples)
-
 GROUPS = (
     GroupSpec(GroupKind.FULL, 16, 4096, shards=2),
     GroupSpec(GroupKind.SLIDING_WINDOW, 16, 4096, window_tokens=40),

@@ -113,17 +113,17 @@ def test_the_namespaces_do_not_follow_a_planted_link(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     folder.mkdir()
     (folder / NAMESPACES_FRESH_NAME).symlink_to(target)
-    catalogue = EpochStore([folder], Counters(COUNTERS), 5.0)
+    catalogue = EpochStore([folder], Counters(COUNTERS))
     catalogue.write({"lineage": "a", "next_session": 1, "epoch_floor": 0}, [])
     asyncio.run(catalogue.confirm())
-    catalogue.close(20)
+    catalogue.close()
     assert target.read_bytes() == b"theirs"
 
 
 def test_huge_namespaces_are_not_read(tmp_path: Path) -> None:
     with (tmp_path / NAMESPACES_NAME).open("wb") as file:
         file.truncate(RESERVE_BYTES + 1)
-    assert EpochStore([tmp_path], Counters(COUNTERS), 5.0).read() is None
+    assert EpochStore([tmp_path], Counters(COUNTERS)).read() is None
 
 
 def test_only_a_gateway_speaks_for_a_tenant() -> None:

@@ -101,7 +101,7 @@ def epochs_in(folder: Path) -> Iterator[EpochStore]:
     """The namespaces' file of one directory."""
     store = EpochStore([folder], Counters(COUNTERS))
     yield store
-    store.close(20)
+    store.close()
 
 
 def test_an_epoch_is_durable_once_it_is_confirmed(

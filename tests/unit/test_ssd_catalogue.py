@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pytest
+
+from kvhearth.clock import Clock
 from kvhearth_server.engine.epoch_store import FILE_NAME, EpochStore
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
+from kvhearth_server.tiers.base import DirectoryError, ask_each
 
 CONTENT = {"lineage": "one", "next_session": 7, "epoch_floor": 3, "namespaces": []}
-PATIENCE_S = 2.0  # enough time for the directory that does not hang, even on a busy machine
 
 
-def catalogue_of(*folders: Path, patience_s: float = PATIENCE_S) -> tuple[EpochStore, Counters]:
-    """A catalogue over directories that exist."""
-    for folder in folders:
-        folder.mkdir(exist_ok=True)
-    counters = Counters(COUNTERS)
-    return EpochStore(folders, counters, patience_s), counters
+class Patience(Clock):
+    """Waits for the first threads as long as they take, and for the others not at all."""
+
+    def __init__(self, good: int) -> None:
+        self._good = good
+        self.threads: list[threading.Thread] = []
+
+    def start(self, thread: threading.Thread) -> None:
+        self.threads.append(thread)
+        thread.start()
+
+    def join(self, thread: threading.Thread, seconds: float) -> None:
+        if thread in self.threads[: self._good]:
+            thread.join()
 
 
 @contextmanager
-def hanging(folder: Path) -> Iterator[None]:
+def hanging(folder: Path, clock: Patience) -> Iterator[None]:
     """Opening the catalogue's file blocks: it is a pipe without a writer."""
     path = folder / FILE_NAME
     path.unlink(missing_ok=True)
@@ -32,27 +44,39 @@ def hanging(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        descriptor = os.open(path, os.O_RDWR)  # a blocked open gets its writer
-        path.unlink()  # and one that has not begun finds nothing
-        os.close(descriptor)
+        # A blocked open gets its writer, and then end-of-file; one that comes later needs another.
+        while any(each.is_alive() for each in clock.threads):
+            os.close(os.open(path, os.O_RDWR))
+            clock.threads[-1].join(0.01)
 
 
-def test_a_directory_that_hangs_is_passed_by_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_directory_that_hangs_is_passed_by_and_counted(tmp_path: Path, good: int) -> None:
+    folders = [tmp_path / name for name in ("good", "bad")][1 - good :]
+    for folder in folders:
+        folder.mkdir()
+    with closing(EpochStore(folders, Counters(COUNTERS))) as store:
+        store.write(CONTENT, [])
+    clock, counters = Patience(good), Counters(COUNTERS)
+    with hanging(tmp_path / "bad", clock):
+        said = EpochStore(folders, counters, clock).read()
+        assert (said and said["lineage"]) == ("one" if good else None)
+        assert counters.get("ssd_catalogue_failures") == 1
+
+
+def test_an_answer_that_comes_too_late_is_undone(tmp_path: Path) -> None:
+    clock, proceed, undone = Patience(1), threading.Event(), list[str]()
+
+    def ask(path: Path) -> str:
+        assert path.name == "good" or proceed.wait()
+        return path.name
+
     good, bad = tmp_path / "good", tmp_path / "bad"
-    before, _ = catalogue_of(good, bad)
-    before.write(CONTENT, [])
-    before.close(20)
-    with hanging(bad):
-        found, counters = catalogue_of(good, bad)
-        said = found.read()
-        assert said is not None
-        assert said["lineage"] == "one"
-        assert counters.get("ssd_catalogue_failures") == 1
-
-
-def test_where_the_only_one_hangs_there_is_nothing_to_take_over(tmp_path: Path) -> None:
-    bad = tmp_path / "bad"
-    found, counters = catalogue_of(bad, patience_s=0.0)
-    with hanging(bad):
-        assert found.read() is None
-        assert counters.get("ssd_catalogue_failures") == 1
+    found = ask_each([good, bad], ask, 3.0, undone.append, clock)
+    proceed.set()
+    for each in clock.threads:
+        each.join()
+    assert found[good] == "good"
+    assert isinstance(found[bad], DirectoryError)
+    assert "did not answer in 3 s" in str(found[bad])
+    assert undone == ["bad"]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.worker_thread import SupervisedThread
 from kvhearth_server.memory.durable_file import catalogue_text, framed, unframed
@@ -50,11 +51,11 @@ class EpochStore:
     """
 
     def __init__(
-        self, folders: Sequence[Path], counters: Counters, patience_s: float = _OPEN_S
+        self, folders: Sequence[Path], counters: Counters, clock: Clock = REAL_TIME
     ) -> None:
         self.paths = [folder / FILE_NAME for folder in folders]
         self._copies = [_Copy(path, counters) for path in self.paths]
-        self._patience_s = patience_s
+        self._clock = clock
         self._counters = counters
         self._number = 0
 
@@ -84,7 +85,7 @@ class EpochStore:
     def _found(self) -> list[_StoredContent]:
         """Return the content of each directory that has some and answers in time."""
         found = []
-        for said in ask_each(self.paths, _read, self._patience_s).values():
+        for said in ask_each(self.paths, _read, _OPEN_S, clock=self._clock).values():
             if isinstance(said, DirectoryError):
                 self._counters.add("ssd_catalogue_failures")
                 _log.error("ssd_catalogue.not_read", error=str(said))
@@ -118,6 +119,11 @@ class EpochStore:
         for copy in late:
             copy.wait(end)
 
+    def close(self) -> None:
+        """End the threads that write; one whose drive hangs is left behind."""
+        for copy in self._copies:
+            copy.close()
+
     async def confirm(self) -> None:
         """Wait until no directory can bring back what the last ``write`` invalidated: one of them
         holds the new content, or all have lost the old one.
@@ -141,12 +147,6 @@ class EpochStore:
                     "come back after a restart; see kvhearth_ssd_degraded, then ask again",
                 )
             await asyncio.sleep(_LOOK_S)
-
-    def close(self, deadline_s: float) -> None:
-        """End the writers; one whose drive hangs is left behind."""
-        end = time.monotonic() + deadline_s
-        for copy in self._copies:
-            copy.close(max(0.0, end - time.monotonic()))
 
     @property
     def _safe(self) -> bool:
@@ -200,9 +200,10 @@ class _Copy:
             self._started = True
             self._worker.start()
 
-    def close(self, deadline_s: float) -> None:
-        """End the writer, unless its drive hangs."""
-        self._worker.stop(deadline_s)
+    def close(self) -> None:
+        """End the thread."""
+        if self._started:
+            self._worker.stop(_AWAIT_S)
 
     def wait(self, end: float) -> None:
         """Wait until the content is written or the time is over."""

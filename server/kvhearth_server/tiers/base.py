@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.model import CHECKSUM_BYTES, I64, U8, Bools, Records
 from kvhearth_server.tiers.figures import RemoteFigures, TierFigures
 
@@ -606,6 +606,7 @@ def ask_each(
     ask: Callable[[Path], T],
     patience_s: float,
     undo: Callable[[T], None] = lambda _: None,
+    clock: Clock = REAL_TIME,
 ) -> dict[Path, T | DirectoryError]:
     """Return the answer of each path, or the error that ``ask`` raised.
 
@@ -625,17 +626,17 @@ def ask_each(
         elif not isinstance(answer, DirectoryError):
             undo(answer)
 
-    end = time.monotonic() + patience_s
+    end = clock.now() + patience_s
     asked = {path: Future[T | DirectoryError]() for path in paths}
     threads = [
         threading.Thread(target=run, args=each, name="kvhearth-open", daemon=True)
         for each in asked.items()
     ]
     for thread in threads:
-        thread.start()
+        clock.start(thread)
     found = dict[Path, T | DirectoryError]()
     for (path, told), thread in zip(asked.items(), threads, strict=True):
-        thread.join(max(0.0, end - time.monotonic()))
+        clock.join(thread, max(0.0, end - clock.now()))
         if told.cancel():
             hangs = f"did not answer in {patience_s:g} s; see dmesg: its drive may hang"
             failed = "could not be opened, by a bug: see the log"

@@ -7,10 +7,8 @@ import enum
 import errno
 import itertools
 import os
-import queue
 import re
 import stat
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,10 +16,11 @@ from pathlib import Path
 
 from kvhearth.failpoints import hit
 from kvhearth.model import Records
-from kvhearth_server.ownership import sync_directory, unwritable
+from kvhearth_server.ownership import unwritable
 from kvhearth_server.tiers.base import Counts, DirectoryError, Kind, ask_each
 from kvhearth_server.tiers.figures import PROBLEMS
 from kvhearth_server.tiers.ssd.disk.queues import signal_event
+from kvhearth_server.tiers.ssd.disk.worker import StartWorker, ThreadWorker
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
@@ -238,14 +237,13 @@ _Task = tuple[Callable[[], Result], Callable[[Result], None]]
 class FileWorker:
     """Runs file system calls that may wait on a thread of its own, one task at a time."""
 
-    def __init__(self, name: str, event_fd: int) -> None:
+    def __init__(self, name: str, event_fd: int, start: StartWorker) -> None:
         self._event_fd = event_fd
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks = deque[_Task]()
+        self._stopping = False
         self._ended: deque[tuple[Callable[[Result], None], Result]] = deque()
         self._pending = 0
-        thread_name = f"kvhearth-files-{name}"
-        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
-        self._thread.start()
+        self._worker = start(f"kvhearth-files-{name}", self._turn, -1)
 
     @property
     def busy(self) -> bool:
@@ -258,7 +256,8 @@ class FileWorker:
         A raised ``OSError`` becomes the result; ``Busy`` becomes a ``BlockingIOError``.
         """
         self._pending += 1
-        self._tasks.put((task, then))
+        self._tasks.append((task, then))
+        self._worker.wake()
 
     def poll(self) -> None:
         """Hand over the results of finished tasks."""
@@ -269,13 +268,13 @@ class FileWorker:
 
     def stop(self, deadline_s: float) -> bool:
         """End the thread; false if a call of the file system does not return."""
-        self._tasks.put(None)
-        self._thread.join(deadline_s)
-        return not self._thread.is_alive()
+        self._stopping = True
+        self._worker.wake()
+        return self._worker.join(deadline_s)
 
-    def _run(self) -> None:
-        while (job := self._tasks.get()) is not None:
-            task, then = job
+    def _turn(self) -> bool:
+        while self._tasks:
+            task, then = self._tasks.popleft()
             result: Result
             try:
                 result = task()
@@ -285,6 +284,7 @@ class FileWorker:
                 result = BlockingIOError(errno.EAGAIN, str(error))
             self._ended.append((then, result))
             signal_event(self._event_fd)
+        return not self._stopping
 
 
 class Directory:
@@ -301,7 +301,12 @@ class Directory:
     """
 
     def __init__(
-        self, place: SsdDirectorySpec, settings: SsdSettings, files: Files, event_fd: int
+        self,
+        place: SsdDirectorySpec,
+        settings: SsdSettings,
+        files: Files,
+        event_fd: int,
+        start: StartWorker = ThreadWorker,
     ) -> None:
         """Lock and open the directory. ``event_fd`` is signalled when ``file_worker`` is done.
 
@@ -352,7 +357,7 @@ class Directory:
             most = quota_segments(self.segments_max, part)
             share = settings.carry_share if most else 0.0
             self.logs[tenant] = TenantLog(tenant, self, most, share)
-        self.file_worker = FileWorker(self.path.name, event_fd)
+        self.file_worker = FileWorker(self.path.name, event_fd, start)
 
     def log_of(self, tenant_id: int) -> TenantLog:
         """Return the log to which a segment of a tenant belongs; a tenant alone has them all."""
@@ -479,7 +484,7 @@ class Directory:
             hit("ssd.segment_allocated")
             fresh.rename(path)
             if flush:
-                sync_directory(self.path)
+                self.files.sync_directory(self.path)
         except OSError:
             with contextlib.suppress(OSError):
                 fresh.unlink(missing_ok=True)
@@ -591,6 +596,7 @@ def open_directories(
     event_fd: int,
     counts: Counts,
     failed: dict[SsdDirectorySpec, str],
+    start: StartWorker,
 ) -> list[Directory]:
     """Open all usable directories and list their segments; reasons of failures go to ``failed``.
 
@@ -600,7 +606,7 @@ def open_directories(
     places = {place.path: place for place in settings.places}
 
     def ask(path: Path) -> Directory:
-        return _open(places[path], settings, files, event_fd)
+        return _open(Directory(places[path], settings, files, event_fd, start))
 
     found: list[Directory] = []
     for path, answer in ask_each(places, ask, settings.open_s, Directory.close).items():
@@ -616,11 +622,10 @@ def open_directories(
     return found
 
 
-def _open(place: SsdDirectorySpec, settings: SsdSettings, files: Files, event_fd: int) -> Directory:
-    found = Directory(place, settings, files, event_fd)
+def _open(found: Directory) -> Directory:
     try:
         found.list_segments()
     except OSError as error:
         found.close()
-        raise DirectoryError(f"cannot list {place.path} ({error.strerror})") from error
+        raise DirectoryError(f"cannot list {found.path} ({error.strerror})") from error
     return found

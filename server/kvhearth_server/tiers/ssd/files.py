@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvhearth_server.ownership import check_own
+from kvhearth_server.ownership import check_own, sync_directory
 from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
 from kvhearth_server.tiers.ssd.disk.queues import reserve
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
@@ -172,4 +172,12 @@ class Files:
             page[: len(content)] = content
             if os.pwritev(fd, [page], offset) != PAGE_BYTES:
                 raise OSError(errno.EIO, "a short write")
+        self.sync(fd)
+
+    def sync(self, fd: int) -> None:
+        """Flush a file's data."""
         os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+        sync_directory(path)

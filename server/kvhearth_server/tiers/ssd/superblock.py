@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvhearth.failpoints import hit
-from kvhearth_server.ownership import foreign, sync_directory
+from kvhearth_server.ownership import foreign
 from kvhearth_server.tiers.base import DirectoryError
 from kvhearth_server.tiers.ssd.files import Busy, Files, OpenFile
 from kvhearth_server.tiers.ssd.format import (
@@ -178,7 +178,7 @@ def _write(files: Files, path: Path, head: DirectoryHead, *, replace: bool) -> O
         fresh.unlink(missing_ok=True)
     # The segments restore the name if a power cut loses it.
     with contextlib.suppress(OSError):
-        sync_directory(path.parent)
+        files.sync_directory(path.parent)
     return lock
 
 

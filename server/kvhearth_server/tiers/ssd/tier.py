@@ -1,9 +1,10 @@
 """The SSD tier as the engine sees it. ``tiers.base.Tier`` describes its methods.
 
 Threads: one drives the disk (``executor``), one or more verify moved bytes (its ``ChecksumPool``),
-one per directory makes files (``file_worker``), one reads the log back (``restorer``). All state
-belongs to the loop, which calls the methods of this module. Only ``drain``, ``close`` and, for
-opening directories, the constructor wait.
+one per directory makes files (``file_worker``), one reads the log back (``restorer``). Tests drive
+the workers by hand (``disk.worker``), and have no threads that verify. All state belongs to the
+loop, which calls the methods of this module. Only ``drain``, ``close`` and, for opening
+directories, the constructor wait.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from kvhearth_server.tiers.ssd.directory import (
 from kvhearth_server.tiers.ssd.disk.executor import IoExecutor, Job, ReadRate
 from kvhearth_server.tiers.ssd.disk.probe import ProbeResult, choose, open_queue
 from kvhearth_server.tiers.ssd.disk.queues import DiskQueue, make_event, signal_event
+from kvhearth_server.tiers.ssd.disk.worker import StartWorker, ThreadWorker
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES, record_pages
 from kvhearth_server.tiers.ssd.index import SsdIndex
@@ -124,12 +126,14 @@ class Environment:
     Attributes:
         wrap_queue: applied to the disk queue that was opened.
         queue: used instead of opening one.
+        start: starts the workers.
     """
 
     files: Files = field(default_factory=Files)
     clock: Callable[[], float] = time.monotonic
     wrap_queue: Callable[[DiskQueue], DiskQueue] | None = None
     queue: DiskQueue | None = None
+    start: StartWorker = ThreadWorker
 
 
 _abandoned: list[object] = []
@@ -176,7 +180,11 @@ class SsdTier(Tier):
         directories, queue = self._open(environment)
         self.interface = queue.name
         self.executor = IoExecutor(
-            queue, self.event_fd, sum_threads=settings.sum_threads, clock=self._clock
+            queue,
+            self.event_fd,
+            sum_threads=settings.sum_threads,
+            clock=self._clock,
+            start=environment.start,
         )
         self.rate = ReadRate()
         self.index = SsdIndex()
@@ -207,6 +215,7 @@ class SsdTier(Tier):
             self.counts,
             files=self._files,
             event_fd=self.event_fd,
+            start=environment.start,
         )
         self._regions = list(regions)
         self._admission = admission
@@ -223,7 +232,12 @@ class SsdTier(Tier):
         directories: list[Directory] = []
         try:
             directories = open_directories(
-                self.settings, self._files, self.event_fd, self.counts, self.failed_places
+                self.settings,
+                self._files,
+                self.event_fd,
+                self.counts,
+                self.failed_places,
+                environment.start,
             )
             queue, self.probe_results = _open_queue(self.settings, environment)
         except (DirectoryError, OSError, ValueError):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import queue
-import select
 import threading
 import time
 from collections import deque
@@ -22,10 +20,10 @@ from kvhearth_server.tiers.ssd.disk.queues import (
     DiskQueue,
     Op,
     Request,
-    make_event,
     reset_event,
     signal_event,
 )
+from kvhearth_server.tiers.ssd.disk.worker import StartWorker, ThreadWorker
 
 Check = tuple[memoryview, bytes]
 """Bytes, and the xxh3_128 they must have."""
@@ -120,7 +118,7 @@ class ChecksumPool:
 
     Args:
         then: called on one of the threads, with each job.
-        threads: number of threads; see ``SsdSettings.sum_threads``.
+        threads: number of threads, see ``SsdSettings.sum_threads``; with 0 ``check`` verifies.
     """
 
     def __init__(self, then: Callable[[Job], None], threads: int) -> None:
@@ -149,6 +147,9 @@ class ChecksumPool:
         """
         for job in jobs:
             (self._reads if job.is_read else self._writes).append(job)
+        if not self._threads:
+            self._verify()
+            return
         waiting = len(self._reads) + len(self._writes)
         wanted = len(self._threads) if waiting > _FEW else 1
         with self._lock:
@@ -168,11 +169,14 @@ class ChecksumPool:
 
     def _run(self) -> None:
         while self._calls.get():
-            while (job := self._next()) is not None:
-                for index, (view, wanted) in enumerate(job.checks):
-                    if checksum_of(view) != wanted:
-                        job.wrong.append(index)
-                self._then(job)
+            self._verify()
+
+    def _verify(self) -> None:
+        while (job := self._next()) is not None:
+            for index, (view, wanted) in enumerate(job.checks):
+                if checksum_of(view) != wanted:
+                    job.wrong.append(index)
+            self._then(job)
 
     def _next(self) -> Job | None:
         """Return a job that waits; without one, this thread is idle from now on."""
@@ -190,7 +194,6 @@ class ChecksumPool:
                     return None
 
 
-_TICK_S = 0.25
 _CHECKED_S = 5.0
 """Longest time that the last checks may take when the thread ends."""
 _FIRST_JOBS = 8
@@ -215,6 +218,7 @@ class IoExecutor:
         *,
         sum_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        start: StartWorker = ThreadWorker,
     ) -> None:
         self.event_fd = event_fd
         self._queue = queue
@@ -230,13 +234,11 @@ class IoExecutor:
         self._flushing: dict[int, tuple[int, list[Job]]] = {}
         self._tags = itertools.count(1)
         self._checked: deque[Job] = deque()
-        self._wake = make_event()
         self._stop = False
         self.broken = ""
         self._telling = threading.Lock()
         self._checkers = ChecksumPool(self._verified, sum_threads)
-        self._thread = threading.Thread(target=self._run, name="kvhearth-ssd", daemon=True)
-        self._thread.start()
+        self._worker = start("kvhearth-ssd", self._turn, queue.event_fd)
 
     # -- the loop's side ---------------------------------------------------------------------------
 
@@ -255,12 +257,12 @@ class IoExecutor:
                 waiting.appendleft(job)
             else:
                 waiting.append(job)
-        signal_event(self._wake)
+        self._worker.wake()
 
     def take(self, count: int) -> list[Job]:
         """Return up to ``count`` jobs that have ended; the event is set while more have."""
         reset_event(self.event_fd)
-        if not self._thread.is_alive():
+        if not self._worker.alive:
             # Jobs that were queued while the thread was ending; no other thread touches them any
             # more.
             self._cancel_waiting(errno.EIO)
@@ -274,7 +276,7 @@ class IoExecutor:
     @property
     def alive(self) -> bool:
         """False if a thread has died; some jobs never end then."""
-        return self._thread.is_alive() and self._checkers.alive
+        return self._worker.alive and self._checkers.alive
 
     def stop(self, deadline_s: float) -> bool:
         """End the thread once nothing runs; false if the device did not finish in time.
@@ -282,30 +284,22 @@ class IoExecutor:
         Jobs that have not begun end with ECANCELED.
         """
         self._stop = True
-        signal_event(self._wake)
-        self._thread.join(deadline_s)
-        return not self._thread.is_alive()
+        self._worker.wake()
+        return self._worker.join(deadline_s)
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        poll.register(self._queue.event_fd, select.POLLIN)
-        while True:
-            if not self._stop:
-                self._start()
-            elif self._empty():
-                break
-            ready = poll.poll(_TICK_S * 1000)
-            if any(descriptor == self._wake for descriptor, _ in ready):
-                reset_event(self._wake)
-            try:
-                self._reap()
-            except OSError as error:
-                self._break(error)
-                break
-        self._checkers.stop(_CHECKED_S)
+    def _turn(self) -> bool:
+        try:
+            self._reap()
+        except OSError as error:
+            self._break(error)
+            self._checkers.stop(_CHECKED_S)
+            return False
+        if not self._stop:
+            self._start()
+            return True
+        return not self._empty()
 
     def _reap(self) -> None:
         reaped = self._queue.reap()
@@ -409,7 +403,7 @@ class IoExecutor:
         """Hand a job back, or have its file flushed first. Also called by the checksum threads."""
         if job.good and job.sync:
             self._checked.append(job)
-            signal_event(self._wake)
+            self._worker.wake()
         else:
             self._finish(job, 0)
 
@@ -462,7 +456,6 @@ class IoExecutor:
     def close(self) -> None:
         """Close the queue; only after ``stop`` returned true."""
         self._queue.close()
-        os.close(self._wake)
 
 
 _START_BYTES_PER_S = 1e9

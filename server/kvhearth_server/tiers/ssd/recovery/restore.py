@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from kvhearth.model import U32, Bools, Records
 from kvhearth_server.tiers.base import Counts
 from kvhearth_server.tiers.ssd.directory import Segment, SegmentState
 from kvhearth_server.tiers.ssd.disk.queues import signal_event
+from kvhearth_server.tiers.ssd.disk.worker import StartWorker
 from kvhearth_server.tiers.ssd.files import Busy, Files
 from kvhearth_server.tiers.ssd.format import (
     PAGE_BYTES,
@@ -50,7 +50,7 @@ _AHEAD = 4
 
 
 class Recovery:
-    """The reading thread, from its start until its queue is empty and ``done`` is true.
+    """Reads segments until all were taken and ``done`` is true.
 
     Attributes:
         youngest: the greatest sequence of all segments, set before the first ``take`` returns one;
@@ -62,57 +62,56 @@ class Recovery:
         segments: list[Segment],
         files: Files,
         event_fd: int,
+        start: StartWorker,
     ) -> None:
         self.read = 0
         self.youngest: int | None = None
         self._segments = segments
         self._files = files
         self._event_fd = event_fd
-        self._ready: queue.Queue[Recovered] = queue.Queue(_AHEAD)
+        self._ready = deque[Recovered]()
+        self._reader: Reader | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvhearth-recover", daemon=True)
-        self._thread.start()
+        self._worker = start("kvhearth-recover", self._turn, -1)
 
     @property
     def done(self) -> bool:
         """Whether every segment was read and taken."""
-        return not self._thread.is_alive() and self._ready.empty()
+        return not self._worker.alive and not self._ready
 
     @property
     def unread(self) -> list[Segment]:
-        """Segments that the ended thread did not reach, unless it was stopped."""
+        """Segments that were not reached, after the end, unless it was stopped."""
         return [] if self._stop.is_set() else self._segments[self.read :]
 
     def take(self) -> Recovered | None:
         """Return the next segment, if one is ready."""
-        try:
-            return self._ready.get_nowait()
-        except queue.Empty:
+        if not self._ready:
             return None
+        found = self._ready.popleft()
+        self._worker.wake()
+        return found
 
     def stop(self, deadline_s: float) -> bool:
         """Give up; false if a read hangs."""
         self._stop.set()
-        self._thread.join(deadline_s)
-        return not self._thread.is_alive()
+        self._worker.wake()
+        return self._worker.join(deadline_s)
 
-    def _run(self) -> None:
-        reader = Reader(mmap.mmap(-1, SCAN_BYTES), self._files)
-        self._sort(reader)
-        for segment in self._segments:
-            found = read_segment(segment, reader, self._stop.is_set)
+    def _turn(self) -> bool:
+        if self._reader is None:
+            self._reader = Reader(mmap.mmap(-1, SCAN_BYTES), self._files)
+            self._sort(self._reader)
+        while self.read < len(self._segments) and not self._stop.is_set():
+            if len(self._ready) >= _AHEAD:
+                return True
+            found = read_segment(self._segments[self.read], self._reader, self._stop.is_set)
             found.sort_out()
             self.read += 1
-            while not self._stop.is_set():
-                try:
-                    self._ready.put(found, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
+            self._ready.append(found)
             signal_event(self._event_fd)
-            if self._stop.is_set():
-                break
         signal_event(self._event_fd)
+        return False
 
     def _sort(self, reader: Reader) -> None:
         lives: dict[Segment, int | None] = {}
@@ -308,9 +307,10 @@ class Restorer:
         *,
         files: Files,
         event_fd: int,
+        start: StartWorker,
     ) -> None:
         self._index, self._log, self._counts = index, log, counts
-        self._files, self._event_fd = files, event_fd
+        self._files, self._event_fd, self._start = files, event_fd, start
         self._recovery: Recovery | None = self._recover(segments)
         self._current: Recovered | None = None
         self._at = 0
@@ -370,7 +370,7 @@ class Restorer:
         self._recovery = self._recover(unread[1:])
 
     def _recover(self, segments: list[Segment]) -> Recovery:
-        return Recovery(segments, self._files, self._event_fd)
+        return Recovery(segments, self._files, self._event_fd, self._start)
 
     def stop(self, deadline_s: float) -> bool:
         """Give up; false if a read hangs."""
