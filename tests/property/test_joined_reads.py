@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
+import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.read_rig import Page, ReadRig, pages_of
-from support.tiers import PAGE, family
+from support.drive import Page, pages_of, size_of
+from support.tiers import PAGE, Opened, family, key_of, payload_page
 
 from kvhearth_server.tiers.base import Completion, Done, Failed, Missing, Outcome
-from kvhearth_server.tiers.ssd.disk.queues import Request
+from kvhearth_server.tiers.ssd.disk.queues import Op, Request
 from kvhearth_server.tiers.ssd.format import pages_of as payload_pages
 
 FAMILIES = [
@@ -36,23 +37,34 @@ some = st.lists(st.integers(0, 45), min_size=1, max_size=MOST)
 loaded = st.tuples(which, st.one_of(runs, some))
 
 
-class World:
+class World(Opened):
     """A tier, its stored blocks, and the pages that its drive cannot read."""
 
     def __init__(self, folder: Path, depth: int, request_bytes: int) -> None:
-        self.rig = ReadRig(
-            folder, depth=depth, request_bytes=request_bytes, segment_bytes=256 << 10
+        super().__init__(
+            folder, depth=depth, request_bytes=request_bytes, segment_bytes=256 << 10, segments=16
         )
         self.bad: set[Page] = set()
         self.fails: set[int] = set()
         self._reads = 0
-        self.rig.drive.fate = self._fate
 
-    def _fate(self, request: Request, result: int) -> int:
+    def misbehave(self) -> None:
+        """Fails reads of bad pages, and those that ``fails`` counts; mixes up the ends of all."""
+        self.drive.queue.fate = self._fate
+        mixed = random.Random(5)
+        self.drive.queue.order = lambda ending: mixed.sample(ending, len(ending))
+
+    def _fate(self, request: Request) -> int:
+        if request.op is not Op.READ:
+            return size_of(request)
         self._reads += 1
         if self.bad & pages_of(request):
             return -errno.EIO
-        return result // 2 if self._reads in self.fails else result
+        return size_of(request) // (2 if self._reads in self.fails else 1)
+
+    def _payload(self, number: int, which: int, shard: int) -> Page:
+        group = FAMILIES[which].group
+        return payload_page(self.folders[0], key_of(number), shard, group)
 
     def spoil(self, batch: Batch, at: int) -> None:
         """Makes a page of one of these blocks unreadable, of a header or of a payload."""
@@ -60,31 +72,33 @@ class World:
         pages = 1 + payload_pages(of.length)
         block, rest = divmod(at % (len(batch[1]) * of.shards * pages), of.shards * pages)
         shard, page = divmod(rest, pages)
-        self.bad.add(self.rig.page(batch[1][block], shard, of.group, after=page - 1))
+        inode, first = self._payload(batch[1][block], batch[0], shard)
+        self.bad.add((inode, first + page - 1))
 
     def _readable(self, number: int, which: int) -> bool:
         of = FAMILIES[which]
+        firsts = [self._payload(number, which, shard) for shard in range(of.shards)]
         count = payload_pages(of.length)
-        return not any(
-            self.rig.page(number, shard, of.group, after=page) in self.bad
-            for shard in range(of.shards)
-            for page in range(count)
-        )
+        return not any((inode, at + n) in self.bad for inode, at in firsts for n in range(count))
 
-    def load(self, batch: Batch, *, cancel: bool) -> None:
+    def load_some(self, batch: Batch, *, cancel: bool) -> None:
         """Loads blocks and compares their outcomes with the expected ones."""
         which, numbers = batch
         of = FAMILIES[which]
-        there = self.rig.present(numbers, of)
+        there = set(self.present(numbers, of))
         wanted: list[Outcome] = [
-            (Done() if self._readable(number, which) else Failed("io")) if present else Missing()
-            for number, present in zip(numbers, there, strict=True)
+            Missing()
+            if number not in there
+            else Done()
+            if self._readable(number, which)
+            else Failed("io")
+            for number in numbers
         ]
-        ticket = self.rig.begin(numbers, of)
+        ticket = self.begin(numbers, of)
         if cancel:
-            self.rig.tier.cancel(ticket)
-        done = self.rig.desk.wait(ticket)
-        self.rig.compare(done, numbers, of)
+            self.tier.cancel(ticket)
+        done = self.wait(ticket)
+        self.compare(done, numbers, of)
         excused = {Failed("short")} if self.fails else set()
         if cancel:
             excused.add(Failed("cancelled"))
@@ -117,15 +131,17 @@ def test_random_loads(
     fails: set[int],
     loads: list[tuple[Batch, bool]],
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder) / "one", depth, request_bytes)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        World(Path(folder) / "one", depth, request_bytes) as world,
+    ):
         for which, numbers in stores:
-            world.rig.desk.store_all(numbers, FAMILIES[which])
+            world.store_all(numbers, FAMILIES[which])
         for which, at in bad:
             world.spoil(stores[which % len(stores)], at)
         world.fails = fails
+        world.misbehave()
         for batch in stores:
-            world.load(batch, cancel=False)
+            world.load_some(batch, cancel=False)
         for batch, cancel in loads:
-            world.load(batch, cancel=cancel)
-        world.rig.close()
+            world.load_some(batch, cancel=cancel)

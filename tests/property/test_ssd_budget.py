@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.tiers import SEGMENT_BYTES, Arena, Desk
-from support.tiers import settings as tier_settings
+from support.tiers import SEGMENT_BYTES, Opened
 
-from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 from kvhearth_server.tiers.ssd.write_limits import DAY_S
 
 SEGMENTS_A_DAY = 240
@@ -33,54 +31,36 @@ STEPS = st.lists(
 )
 
 
-class Driven:
-    """A tier whose time passes only in its steps."""
+class Driven(Opened):
+    """A tier that takes steps."""
 
-    def __init__(self, folders: list[Path], *, prewrite: bool, flush: bool = False) -> None:
-        arena = Arena()
-        reported = tier_settings(
-            *folders,
-            segments=6,
-            interface="threads",
-            bytes_per_day=SEGMENTS_A_DAY * SEGMENT_BYTES,
-            prewrite=prewrite,
-            flush=flush,
-        )
-        self.now = 1000.0
-        self.tier = SsdTier(
-            reported, [arena.bytes], environment=Environment(clock=lambda: self.now)
-        )
-        self.desk = Desk(self.tier, arena)
-        self.desk.settle()
+    def __init__(self, folders: list[Path], *, prewrite: bool) -> None:
+        day = SEGMENTS_A_DAY * SEGMENT_BYTES
+        super().__init__(*folders, segments=6, bytes_per_day=day, prewrite=prewrite)
+        self.began = self.drive.clock.now
         self.stored = 0
 
-    def step(self, what: str, number: int) -> None:
+    def take(self, what: str, number: int) -> None:
         """Takes one step; then the bound must hold."""
         if what == "store":
-            self.desk.store(range(self.stored, self.stored + number))
+            self.store(range(self.stored, self.stored + number))
             self.stored += number
         elif what == "load":
             end = self.stored * number // 100
             if end:
-                self.desk.load(range(max(0, end - 16), end))
+                self.load(range(max(0, end - 16), end))
         elif what == "pass":
-            self.now += number
+            self.drive.clock.now += number
         else:
-            self.desk.pump(0.02)
-        self.check()
+            self.idle()
+        self.check_budget()
 
-    def check(self) -> None:
+    def check_budget(self) -> None:
         """Checks that writes keep to the budget, except for a debt of at most one segment."""
-        allowed = BURST_BYTES + (self.now - 1000.0) / DAY_S * SEGMENTS_A_DAY * SEGMENT_BYTES
-        written = self.tier.counts["written_bytes"]
+        days = (self.drive.clock.now - self.began) / DAY_S
+        allowed = BURST_BYTES + days * SEGMENTS_A_DAY * SEGMENT_BYTES
+        written = self.counts["written_bytes"]
         assert written <= allowed + SEGMENT_BYTES, f"{written} of {allowed:.0f}"
-
-    def close(self) -> None:
-        """Closes the tier; the books must balance."""
-        assert self.tier.drain(20.0)
-        self.check()
-        self.tier.check()
-        self.tier.close()
 
 
 @settings(
@@ -93,21 +73,22 @@ class Driven:
 def test_never_more_than_the_budget(
     steps: list[tuple[str, int]], drives: int, *, prewrite: bool
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        driven = Driven([Path(folder) / str(n) for n in range(drives)], prewrite=prewrite)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Driven([Path(folder) / str(n) for n in range(drives)], prewrite=prewrite) as driven,
+    ):
         for step in steps:
-            driven.step(*step)
-        driven.close()
+            driven.take(*step)
+        driven.drain()
+        driven.check_budget()
 
 
 @pytest.mark.parametrize("prewrite", [False, True])
 def test_two_hours_of_a_budget_with_hot_blocks(tmp_path: Path, *, prewrite: bool) -> None:
-    driven = Driven([tmp_path / "one"], prewrite=prewrite)
-    for _ in range(240):
-        for step in (("pass", 30), ("store", 32), ("load", 100), ("load", 80)):
-            driven.step(*step)
-    counts = driven.tier.counts
-    # Two hours bring 20 segments: they are used, partly for hot blocks.
-    assert counts["written_bytes"] > 18 * SEGMENT_BYTES
-    assert counts["carried_blocks"] > 0
-    driven.close()
+    with Driven([tmp_path / "one"], prewrite=prewrite) as driven:
+        for _ in range(240):
+            for step in (("pass", 30), ("store", 32), ("load", 100), ("load", 80)):
+                driven.take(*step)
+        # Two hours bring 20 segments: they are used, partly for hot blocks.
+        assert driven.counts["written_bytes"] > 18 * SEGMENT_BYTES
+        assert driven.counts["carried_blocks"] > 0

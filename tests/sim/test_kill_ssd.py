@@ -83,7 +83,7 @@ def check(folder: Path, numbers: list[int], *, segments: int, shards: int = 1) -
     try:
         end = time.monotonic() + DEADLINE_S
         while tier.figures().locked_files:  # requests of the dead process must end first
-            desk.pump(0.02)
+            desk.step()
             assert time.monotonic() < end
         served = []
         of = family(shards=shards, length=9000)

@@ -88,7 +88,7 @@ class Life:
             self.close()
             self.open()
         else:
-            self.desk.pump(0.02)
+            self.desk.step()
         for path, size in self.tier.allocated_bytes().items():
             places = {str(p.path): p.capacity_bytes for p in self.tier.settings.places}
             assert size <= places[path]

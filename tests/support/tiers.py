@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import mmap
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -21,6 +19,8 @@ from kvhearth_server.tiers.base import (
     ADDRESS_DTYPE,
     BlockSpec,
     Completion,
+    Counts,
+    DirectoryError,
     Done,
     LoadBatch,
     StoreBatch,
@@ -28,14 +28,19 @@ from kvhearth_server.tiers.base import (
     Tier,
 )
 from kvhearth_server.tiers.ssd.directory import Directory
+from kvhearth_server.tiers.ssd.disk.queues import PIECES_MAX, Request
 from kvhearth_server.tiers.ssd.files import Files
-from kvhearth_server.tiers.ssd.format import PAGE_BYTES, RECORD_DTYPE
+from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, RECORD_MAGIC
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings, segment_cost_bytes
 from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
+from kvhearth_server.tiers.ssd.write_limits import SeenTwice
+from support.drive import PAGE, Drive, Page, size_of
 
 DEADLINE_S = 20.0
+STEP_S = 0.05
+"""Time that passes while a drive and all on it are idle."""
+IDLE_STEPS_MAX = 20_000
 NAMESPACE = hashlib.sha256(b"tests").digest()
-PAGE = 4096
 SEGMENT_BYTES = 256 << 10
 LENGTH = 10_000
 """Not a multiple of the page size, so that every test includes padding."""
@@ -53,7 +58,7 @@ def key_of(number: int) -> bytes:
     return hashlib.sha256(b"key %d" % number).digest()
 
 
-def keys_of(numbers: range | list[int]) -> list[bytes]:
+def keys_of(numbers: Sequence[int]) -> list[bytes]:
     """Return the keys of several numbers."""
     return [key_of(number) for number in numbers]
 
@@ -73,34 +78,12 @@ def settings(*folders: Path, segments: int = 8, **changes: Any) -> SsdSettings:
     return SsdSettings(places, segment_bytes=size, **changes)
 
 
-def a_directory(place: SsdDirectorySpec, segment_bytes: int) -> Directory:
-    """Open a directory whose thread is never used, so that it signals nothing."""
-    return Directory(place, SsdSettings((place,), segment_bytes=segment_bytes), Files(), -1)
-
-
-class Clock:
-    """The tier's clock: the machine's, until a test advances or stops it."""
-
-    def __init__(self) -> None:
-        self._ahead_s = 0.0
-        self._held: float | None = None
-
-    def __call__(self) -> float:
-        held = self._held
-        return time.monotonic() + self._ahead_s if held is None else held
-
-    def put_forward(self, seconds: float) -> None:
-        """Advance the clock."""
-        self._ahead_s += seconds
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Stop the clock for the length of a block."""
-        self._held = self()
-        try:
-            yield
-        finally:
-            self._held = None
+def a_directory(
+    place: SsdDirectorySpec, segment_bytes: int, files: Files | None = None
+) -> Directory:
+    """Open a directory whose worker never works."""
+    drive, found = Drive(), SsdSettings((place,), segment_bytes=segment_bytes)
+    return Directory(place, found, files or drive.files, -1, drive.start)
 
 
 class Arena:
@@ -125,15 +108,65 @@ class Arena:
 
 
 class Desk:
-    """A tier with an arena. Every content is known by its number, so every answer is checked."""
+    """A tier with an arena. Every content is known by its number, so every answer is checked.
 
-    def __init__(self, tier: Tier, arena: Arena) -> None:
+    With a drive nothing waits: each step does what can be done, and moves the time if there is
+    nothing. Other tiers have threads, which are waited for.
+    """
+
+    def __init__(self, tier: Tier, arena: Arena, drive: Drive | None = None) -> None:
         self.tier, self.arena = tier, arena
         self.events: list[Completion] = []
+        self._drive = drive
         self._poll = select.poll()
         self._poll.register(tier.event_fd, select.POLLIN)
 
-    def store_batch(self, numbers: range | list[int], of: BlockSpec) -> StoreBatch:
+    def step(self) -> bool:
+        """Have the tier do something; false if a drive and all on it are idle."""
+        if self._drive is None:
+            self._poll.poll(20)
+            self.events += self.tier.poll()
+            return True
+        moved = self._drive.step()
+        done = self.tier.poll()
+        self.events += done
+        return moved or bool(done) or bool(self._poll.poll(0))
+
+    def announced(self) -> bool:
+        """Whether the tier's descriptor tells that it has something to report."""
+        if self._drive is None:
+            return bool(self._poll.poll(DEADLINE_S * 1000))
+        while self._drive.step():
+            pass
+        return bool(self._poll.poll(0))
+
+    def until(self, true: Callable[[], object], what: object = "it never happens") -> None:
+        """Take steps until ``true()``. Time moves while there is nothing to do."""
+        end = time.monotonic() + DEADLINE_S
+        steps = 0
+        while not true():
+            idle = not self.step()
+            if self._drive is None:
+                assert time.monotonic() < end, what
+            elif idle:
+                self._drive.clock.now += STEP_S
+                steps += 1
+                assert steps < IDLE_STEPS_MAX, what
+
+    def idle(self) -> None:
+        """Take steps until nothing happens, in no time."""
+        assert self._drive is not None
+        while self.step():
+            pass
+
+    def drain(self) -> None:
+        """End all that has begun, and begin nothing more."""
+        if self._drive is None:
+            assert self.tier.drain(DEADLINE_S)
+        else:
+            self.until(lambda: self.tier.drain(0.0), "it is never drained")
+
+    def store_batch(self, numbers: Sequence[int], of: BlockSpec) -> StoreBatch:
         """Fill slots with known bytes and return them as a batch."""
         count, shards = len(numbers), of.shards
         assert count * shards <= self.arena.slots
@@ -145,137 +178,238 @@ class Desk:
                 sums[row, shard] = np.frombuffer(xxhash.xxh3_128_digest(data.data), "V16")[0]
         names = np.array(numbers, np.uint64)
         places = self.arena.places(0, count, shards)
-        return StoreBatch(of, keys_of(list(numbers)), places, sums, names + 1, names)
+        return StoreBatch(of, keys_of(numbers), places, sums, names + 1, names)
 
-    def load_batch(self, numbers: range | list[int], of: BlockSpec) -> LoadBatch:
+    def load_batch(self, numbers: Sequence[int], of: BlockSpec) -> LoadBatch:
         """Return a batch of wiped slots to load into."""
         count, shards = len(numbers), of.shards
         assert count * shards <= self.arena.slots
         half = self.arena.slots
         self.arena.bytes[half * self.arena.slot_bytes :] = 0xEE
-        return LoadBatch(of, keys_of(list(numbers)), self.arena.places(half, count, shards))
+        return LoadBatch(of, keys_of(numbers), self.arena.places(half, count, shards))
 
-    def wait(self, ticket: int | Throttled, deadline_s: float = DEADLINE_S) -> Completion:
+    def begin(self, numbers: Sequence[int], of: BlockSpec | None = None) -> int:
+        """Submit a load."""
+        ticket = self.tier.submit_load(self.load_batch(numbers, of or family()))
+        assert isinstance(ticket, int), ticket
+        return ticket
+
+    def wait(self, ticket: int | Throttled) -> Completion:
         """Wait for a ticket's final completion."""
         assert not isinstance(ticket, Throttled), ticket
-        end = time.monotonic() + deadline_s
-        while True:
-            self.events += self.tier.poll()
-            for each in self.events:
-                if each.ticket == ticket and each.final:
-                    self.events.remove(each)
-                    return each
-            assert time.monotonic() < end, f"no completion of {ticket} in {deadline_s} s"
-            self._poll.poll(50)
+        found: list[Completion] = []
 
-    def store(self, numbers: range | list[int], of: BlockSpec | None = None) -> Completion:
+        def ended() -> bool:
+            found.extend(each for each in self.events if each.ticket == ticket and each.final)
+            return bool(found)
+
+        self.until(ended, f"no completion of {ticket}")
+        self.events.remove(found[0])
+        return found[0]
+
+    def store(self, numbers: Sequence[int], of: BlockSpec | None = None) -> Completion:
         """Store blocks and wait; a batch that is refused for now is submitted again."""
         batch = self.store_batch(numbers, of or family())
-        end = time.monotonic() + DEADLINE_S
-        while isinstance(answer := self.tier.submit_store(batch), Throttled):
-            assert time.monotonic() < end, answer
-            self._poll.poll(10)
-            self.events += self.tier.poll()
-        return self.wait(answer)
+        answers: list[int] = []
 
-    def store_all(self, numbers: range | list[int], of: BlockSpec | None = None) -> None:
+        def taken() -> bool:
+            answer = self.tier.submit_store(batch)
+            answers.extend([answer] if isinstance(answer, int) else [])
+            return bool(answers)
+
+        self.until(taken, "no store is taken")
+        return self.wait(answers[0])
+
+    def store_all(self, numbers: Sequence[int], of: BlockSpec | None = None) -> None:
         """Store blocks until each is done; those that found no place are submitted again."""
         left = list(numbers)
-        end = time.monotonic() + DEADLINE_S
-        while left:
+
+        def stored() -> bool:
             done = self.store(left[:32], of)
             kept = set(done.rows(Throttled).tolist())
             assert len(kept) + len(done.rows(Done)) == len(left[:32]), done.parts
-            left = [left[row] for row in sorted(kept)] + left[32:]
-            assert time.monotonic() < end, done.parts
-            self._poll.poll(5 if kept else 0)
+            left[:32] = [left[row] for row in sorted(kept)]
+            return not left
 
-    def load(self, numbers: range | list[int], of: BlockSpec | None = None) -> Completion:
+        self.until(stored, "some are never stored")
+
+    def load(self, numbers: Sequence[int], of: BlockSpec | None = None) -> Completion:
         """Load blocks, wait, and compare every byte of those reported as loaded."""
         of = of or family()
-        done = self.wait(self.tier.submit_load(self.load_batch(numbers, of)))
+        done = self.wait(self.begin(numbers, of))
+        self.compare(done, numbers, of)
+        return done
+
+    def compare(self, done: Completion, numbers: Sequence[int], of: BlockSpec) -> None:
+        """Compare every byte of the blocks reported as loaded."""
         for row in done.rows(Done).tolist():
             for shard in range(of.shards):
                 slot = self.arena.slots + row * of.shards + shard
-                wanted = content_of(list(numbers)[row], shard, of.length)
+                wanted = content_of(numbers[row], shard, of.length)
                 assert (self.arena.view(slot, of.length) == wanted).all(), "wrong bytes"
-        return done
 
-    def settle(self, deadline_s: float = DEADLINE_S) -> None:
-        """Poll until the log is recovered."""
-        end = time.monotonic() + deadline_s
-        while self.tier.recovering:  # type: ignore[attr-defined]
-            self.events += self.tier.poll()
-            assert time.monotonic() < end
-            self._poll.poll(20)
+    def loaded(self, numbers: Sequence[int], of: BlockSpec | None = None) -> list[int]:
+        """Return which blocks of a load arrive."""
+        return [numbers[row] for row in sorted(self.load(numbers, of).rows(Done).tolist())]
 
-    def rest(self, deadline_s: float = DEADLINE_S) -> None:
-        """Poll until the tier does nothing by itself: each directory has its next segment."""
-        end = time.monotonic() + deadline_s
-        while True:
-            self.events += self.tier.poll()
-            now = self.tier.figures()  # type: ignore[attr-defined]
-            ready = all(place.segments.get("open", 0) >= 2 for place in now.directories)
-            if ready and not (now.queued_reads or now.queued_writes or now.running_requests):
-                return
-            assert time.monotonic() < end, now
-            self._poll.poll(10)
+    def present(self, numbers: Sequence[int], of: BlockSpec | None = None) -> list[int]:
+        """Return which of the blocks are present."""
+        found = self.tier.look_up(of or family(), keys_of(numbers)).present
+        return [number for number, there in zip(numbers, found.tolist(), strict=True) if there]
 
-    def pump(self, seconds: float) -> None:
-        """Poll for a while."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.events += self.tier.poll()
-            self._poll.poll(10)
+    def settle(self) -> None:
+        """Wait until the log is recovered."""
+        self.until(lambda: not self.tier.recovering, "it is never recovered")  # type: ignore[attr-defined]
 
 
-def segment_files(folder: Path) -> Iterator[Path]:
-    """Return the segment files of a folder, by name."""
-    return iter(sorted(folder.glob("*.segment")))
+class Opened(Desk):
+    """An SSD tier on a drive, its log recovered; closed at the end of a block, books checked.
 
+    Args:
+        drive: the drive; None for one that only this tier has.
+        real: files, queue, threads and time of the machine.
+        changes: as for ``settings``.
+    """
 
-def spoil(folder: Path, key: bytes) -> int:
-    """Flip a bit of a block's payload in each of its records. Return how many records it has."""
-    found = 0
-    for path in segment_files(folder):
-        data = path.read_bytes()
-        for page in range(PAGE_BYTES, len(data) - PAGE_BYTES, PAGE_BYTES):
-            (head,) = np.frombuffer(data, RECORD_DTYPE, 1, page)
-            # A footer's lines name records that lie elsewhere.
-            if head["key"].tobytes()[: len(key)] == key and head["position"] * PAGE_BYTES == page:
-                with path.open("r+b") as file:
-                    file.seek(page + PAGE_BYTES)
-                    file.write(bytes([data[page + PAGE_BYTES] ^ 1]))
-                found += 1
-    return found
+    tier: SsdTier
 
+    def __init__(
+        self,
+        *folders: Path,
+        drive: Drive | None = None,
+        real: bool = False,
+        settle: bool = True,
+        admission: SeenTwice | None = None,
+        offers: bool = False,
+        **changes: Any,
+    ) -> None:
+        self.folders, self._abandoned = folders, False
+        self.drive = drive or Drive(changes.get("depth", 16))
+        # Wide bounds: a test that is about one sets it. No thread verifies.
+        outside = {} if real else {"sum_threads": 0}
+        limits = {"slow_s": 600.0, "stuck_s": 600.0, "open_s": 600.0}
+        found = settings(*folders, **{**limits, **outside, **changes})
+        environment = Environment() if real else self.drive.environment()
+        arena = Arena()
+        try:
+            tier = SsdTier(
+                found, [arena.bytes], admission=admission, environment=environment, offers=offers
+            )
+        except DirectoryError:
+            if environment.queue is not None:
+                environment.queue.close()
+            raise
+        super().__init__(tier, arena, None if real else self.drive)
+        if settle:
+            self.settle()
 
-class NoDirect(Files):
-    """A file system without O_DIRECT."""
+    def __enter__(self) -> Self:
+        return self
 
-    def open_raw(self, path: Path, flags: int) -> int:
-
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no direct I/O")
-        return super().open_raw(path, flags)
-
-
-class Opened:
-    """A tier over folders, its log recovered; closed at the end, books checked."""
-
-    def __init__(self, *folders: Path, files: Files | None = None, **changes: object) -> None:
-        reported = settings(*folders, **changes)
-        self.tier = SsdTier(
-            reported, [(arena := Arena()).bytes], environment=Environment(files=files or Files())
-        )
-        self.desk = Desk(self.tier, arena)
-
-    def __enter__(self) -> Desk:
-        self.desk.settle()
-        return self.desk
-
-    def __exit__(self, *_: object) -> None:
-        assert self.tier.drain(DEADLINE_S)
-        self.desk.events += self.tier.poll()
-        self.tier.check()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._abandoned:
+            return
+        if self._drive is not None:
+            self.drive.queue.well()
+        if kind is None:
+            self.check()
         self.tier.close()
+
+    def abandon(self) -> None:
+        """Close a tier whose requests never end, and give back what it leaves to the kernel."""
+        self._abandoned = True
+        self.tier.close(0.0)
+        for each in self.tier.log.directories:
+            each.close()
+        self.drive.queue.close()
+        os.close(self.tier.event_fd)
+
+    def check(self) -> None:
+        """Drain the tier, and check that books balance and bounds were kept."""
+        if self._drive is not None:
+            self.idle()
+            self._check_reads()
+        self.drain()
+        self.events += self.tier.poll()
+        self.tier.check()
+        assert self.tier.figures().queued_reads == 0
+        for place in self.tier.settings.places:
+            if (size := self.tier.allocated_bytes().get(str(place.path))) is not None:
+                assert size <= place.capacity_bytes, "over its capacity"
+
+    def _check_reads(self) -> None:
+        for each in self.reads:
+            assert len(each.pieces) <= PIECES_MAX
+            assert size_of(each) <= self.tier.settings.request_bytes or len(each.pieces) == 1
+
+    def rest(self) -> None:
+        """Wait until the tier does nothing by itself: each directory has its next segment."""
+
+        def rests() -> bool:
+            now = self.tier.figures()
+            ready = all(place.segments.get("open", 0) >= 2 for place in now.directories)
+            return ready and not (now.queued_reads or now.queued_writes or now.running_requests)
+
+        self.until(rests, "it never rests")
+
+    @property
+    def reasons(self) -> str:
+        """All problems as one text."""
+        return "; ".join(self.tier.problems().values())
+
+    @property
+    def counts(self) -> Counts:
+        """The tier's counters."""
+        return self.tier.counts
+
+    @property
+    def reads(self) -> list[Request]:
+        """All reads that the drive took."""
+        return self.drive.queue.reads
+
+
+def segment_files(folder: Path) -> list[Path]:
+    """Return the segment files of a folder, by name."""
+    return sorted(folder.glob("*.segment"))
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    """Replace bytes of a file; a negative place counts from its end."""
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        file.write(data)
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Flip a bit of a file."""
+    patch(path, at, bytes([path.read_bytes()[at] ^ (1 << bit)]))
+
+
+def payloads(
+    folder: Path, key: bytes, shard: int | None = None, group: int = 0
+) -> Iterator[tuple[Path, int]]:
+    """Return file and first page of each record's payload; the page before is its header."""
+    for path in segment_files(folder):
+        pages = np.fromfile(path, np.uint8).reshape(-1, PAGE)
+        heads = np.ascontiguousarray(pages[:, :RECORD_BYTES]).view(RECORD_DTYPE).reshape(-1)
+        # A footer's lines name records that lie elsewhere.
+        mine = (heads["magic"] == RECORD_MAGIC) & (heads["position"] == np.arange(len(heads)))
+        mine &= heads["group"] == group
+        mine &= heads["key"] == np.frombuffer(key.ljust(64, b"\0"), "V64")
+        for page in np.flatnonzero(mine).tolist():
+            if shard is None or heads["shard"][page] == shard:
+                yield path, page + 1
+
+
+def payload_page(folder: Path, key: bytes, shard: int = 0, group: int = 0) -> Page:
+    """Return the first page of a record's payload."""
+    path, page = next(payloads(folder, key, shard, group))
+    return path.stat().st_ino, page
+
+
+def spoil(folder: Path, key: bytes, shard: int | None = None) -> int:
+    """Flip a bit of a block's payload in each of its records. Return how many records it has."""
+    found = list(payloads(folder, key, shard))
+    for path, page in found:
+        flip(path, page * PAGE)
+    return len(found)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-from pathlib import Path
-
 from structlog.testing import CapturingLogger
-from support.tiers import SEGMENT_BYTES, Arena, Clock, settings
 
 from kvhearth_server.engine.tiering.manager import DegradedLog
 from kvhearth_server.tiers.base import Kind
 from kvhearth_server.tiers.figures import PROBLEMS
 from kvhearth_server.tiers.ssd.directory import DirectoryHealth
-from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings
-from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 
 IO = Kind("/a", "io", "writes")
 
@@ -64,18 +58,3 @@ def test_kinds_of_a_directory_stay_as_numbers_change() -> None:
     assert kinds[0] != kinds[2]
     assert len(kinds[0]) == 6, "no two of them are taken for one"
     assert {(kind.directory, kind.word in PROBLEMS) for kind in kinds[0]} == {("/a", True)}
-
-
-def test_a_tier_tells_all_that_is_wrong_by_kind(tmp_path: Path) -> None:
-    reported = settings(tmp_path / "good", slow_s=600.0, stuck_s=600.0)
-    bad = SsdDirectorySpec(tmp_path / "absent", reported.places[0].capacity_bytes)
-    both = SsdSettings((*reported.places, bad), segment_bytes=SEGMENT_BYTES)
-    tier = SsdTier(both, [Arena().bytes], environment=Environment(clock=Clock()))
-    unusable = Kind(str(bad.path), "unusable")
-    assert [*tier.problems()] == [unusable]
-    tier.log.directories[0].health.read_failed("io")
-    tier.executor.broken = errno.errorcode[errno.EIO]
-    kinds = [*tier.problems()]
-    assert kinds == [unusable, Kind(str(tmp_path / "good"), "io", "reads"), Kind("", "interface")]
-    tier.executor.broken = ""
-    tier.close()

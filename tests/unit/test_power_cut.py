@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from kvhearth_server.engine.epoch_store import FILE_NAME, EpochStore
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.ownership import replace_file
-from kvhearth_server.tiers.base import Done, Failed
+from kvhearth_server.tiers.base import Failed
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import DirectoryHead, parse_directory_page
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME, Ownership, own
@@ -80,38 +80,34 @@ def test_the_superblock_is_durable_once_the_directory_is_owned(
 def test_a_flushed_store_is_durable_once_it_is_done(
     drive: Drive, folder: Path, tmp_path: Path
 ) -> None:
-    with Opened(folder, flush=True, interface="threads") as desk:
+    with Opened(folder, flush=True, interface="threads", real=True) as desk:
         desk.store_all(range(8))
         later = drive.cut_to(tmp_path / "later")
     with Opened(later) as desk:
-        assert len(desk.load(range(8)).rows(Done)) == 8
+        assert desk.loaded(range(8)) == list(range(8))
 
 
 def test_a_store_whose_flush_fails_is_not_done(drive: Drive, folder: Path) -> None:
-    with Opened(folder, flush=True, interface="threads") as desk:
+    with Opened(folder, flush=True, interface="threads", real=True) as desk:
         desk.store_all(range(4))
         drive.broken = True
         assert len(desk.store(range(4, 8)).rows(Failed)) == 4
         drive.broken = False
-        assert desk.load(range(8)).rows(Done).tolist() == [0, 1, 2, 3]
+        assert desk.loaded(range(8)) == [0, 1, 2, 3]
 
 
-@contextmanager
-def epochs_in(folder: Path) -> Iterator[EpochStore]:
+def epochs_in(folder: Path) -> EpochStore:
     """The namespaces' file of one directory."""
-    store = EpochStore([folder], Counters(COUNTERS))
-    yield store
-    store.close()
+    return EpochStore([folder], Counters(COUNTERS))
 
 
 def test_an_epoch_is_durable_once_it_is_confirmed(
     drive: Drive, folder: Path, tmp_path: Path
 ) -> None:
-    with epochs_in(folder) as store:
+    with closing(epochs_in(folder)) as store:
         store.write(CONTENT, [])
         asyncio.run(store.confirm())
-        with epochs_in(drive.cut_to(tmp_path / "later")) as later:
-            assert later.read() is not None
+        assert epochs_in(drive.cut_to(tmp_path / "later")).read() is not None
         drive.broken = True
         store.write(CONTENT | {"epoch_floor": 4}, [])
         asyncio.run(store.confirm())
@@ -120,7 +116,8 @@ def test_an_epoch_is_durable_once_it_is_confirmed(
 
 
 def test_an_epoch_is_not_confirmed_while_the_drive_is_busy(drive: Drive, folder: Path) -> None:
-    async def scenario(store: EpochStore) -> None:
+    async def scenario() -> None:
+        store = epochs_in(folder)
         drive.awake.clear()
         store.write(CONTENT, [])
         confirmed = asyncio.ensure_future(store.confirm())
@@ -130,9 +127,9 @@ def test_an_epoch_is_not_confirmed_while_the_drive_is_busy(drive: Drive, folder:
         drive.awake.set()
         await confirmed
         assert FILE_NAME in drive.cut()
+        store.close()
 
-    with epochs_in(folder) as store:
-        asyncio.run(scenario(store))
+    asyncio.run(scenario())
 
 
 def test_a_fleets_key_is_on_the_drive_once_it_is_told(drive: Drive, folder: Path) -> None:

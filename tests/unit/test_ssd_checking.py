@@ -79,7 +79,6 @@ def test_an_event_is_readable_until_it_is_reset_and_a_bad_one_is_told() -> None:
     for call in (signal_event, reset_event):
         with pytest.raises(OSError, match="Bad file descriptor"):
             call(-1)
-    os.close(event)
 
 
 @pytest.mark.parametrize(("files", "most"), [(4, 1), (15, 1), (16, 2), (64, 4)])

@@ -8,27 +8,26 @@ import fcntl
 import mmap
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.memory_places import mounted
+from support.drive import Drive
 from support.tiers import (
-    DEADLINE_S,
     PAGE,
     SEGMENT_BYTES,
-    Desk,
     Opened,
     a_directory,
+    flip,
+    patch,
     segment_files,
 )
 
 from kvhearth.model import U8
-from kvhearth_server.tiers.base import Corrupt, DirectoryError, Done
-from kvhearth_server.tiers.ssd.files import Files, OpenFile
+from kvhearth_server.tiers.base import Corrupt, DirectoryError, Done, Throttled
+from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.format import (
     DIRECTORY_DTYPE,
     FOOTER_DTYPE,
@@ -41,52 +40,38 @@ from kvhearth_server.tiers.ssd.recovery.scanner import SCAN_BYTES, Reader
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 
+ALL = list(range(40))
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+
+def written(folder: Path, first: int = 0, count: int = 40) -> Path:
     """Blocks 0 to 39: two segments with a footer (15 blocks each), one without (10)."""
-    folder = tmp_path_factory.mktemp("log") / "one"
     with Opened(folder) as desk:
-        desk.store_all(range(40))
+        desk.store_all(range(first, first + count))
     return folder
 
 
 @pytest.fixture
-def copy(log: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(log, tmp_path / "copy"))
+def log(tmp_path: Path) -> Path:
+    return written(tmp_path / "one")
 
 
-def patch(path: Path, at: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-
-
-def flipped(at: int) -> Callable[[Path], None]:
-    return lambda path: patch(path, at, bytes([path.read_bytes()[at] ^ 4]))
-
-
-def reasons(desk: Desk) -> str:
-    return "; ".join(desk.tier.problems().values())  # type: ignore[attr-defined]
-
-
-def repairs(desk: Desk) -> list[str]:
+def repairs(desk: Opened) -> list[str]:
     """Repairs made when the directory was opened."""
-    return desk.tier.log.directories[0].repairs  # type: ignore[attr-defined]
+    return desk.tier.log.directories[0].repairs
 
 
-def dropped(desk: Desk) -> dict[str, int]:
-    counts = desk.tier.counts.values  # type: ignore[attr-defined]
+def dropped(desk: Opened) -> dict[str, int]:
+    counts = desk.counts.values
     return {name: count for name, count in counts.items() if name.startswith("dropped_") and count}
 
 
 # -- the directory's own file ----------------------------------------------------------------------
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "magic": (flipped(1), "damaged"),
-    "log id": (flipped(9), "damaged"),
-    "segment bytes": (flipped(18), "damaged"),
-    "crc": (flipped(61), "damaged"),
+    "magic": (lambda path: flip(path, 1), "damaged"),
+    "log id": (lambda path: flip(path, 9), "damaged"),
+    "segment bytes": (lambda path: flip(path, 18), "damaged"),
+    "crc": (lambda path: flip(path, 61), "damaged"),
     "zeros": (lambda path: patch(path, 0, b"\0" * PAGE), "damaged"),
     "empty": (lambda path: os.truncate(path, 0), "truncated"),
     "cut": (lambda path: os.truncate(path, 63), "truncated"),
@@ -94,136 +79,136 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_head_is_made_again_from_the_segments(copy: Path, name: str) -> None:
-    path = copy / SUPERBLOCK_NAME
+def test_a_damaged_head_is_made_again_from_the_segments(log: Path) -> None:
+    path = log / SUPERBLOCK_NAME
     whole = path.read_bytes()
-    damage, doubt = DAMAGES[name]
-    slow = os.open(path, os.O_RDWR)  # opened by a daemon that starts at the same time
-    damage(path)
-    with Opened(copy, segment_bytes=2 * SEGMENT_BYTES) as desk:
-        assert path.read_bytes() == whole
-        assert len(desk.load(range(40)).rows(Done)) == 40
-        assert dropped(desk) == {f"dropped_{doubt}": 1}
-        assert "taken from the segment files" in repairs(desk)[0]  # type: ignore[attr-defined]
-        with pytest.raises(DirectoryError, match="another daemon"):
-            Opened(copy)
-        if name != "missing":
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(slow, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(slow)
-    assert not list(copy.glob("*.new"))
-    with Opened(copy) as desk:
-        assert len(desk.load(range(40)).rows(Done)) == 40
-        assert not dropped(desk)
+    for name, (damage, doubt) in DAMAGES.items():
+        slow = os.open(path, os.O_RDWR)  # opened by a daemon that starts at the same time
+        damage(path)
+        with Opened(log, segment_bytes=2 * SEGMENT_BYTES) as desk:
+            assert path.read_bytes() == whole, name
+            assert desk.loaded(ALL) == ALL
+            assert dropped(desk) == {f"dropped_{doubt}": 1}, name
+            assert "taken from the segment files" in repairs(desk)[0]
+            with pytest.raises(DirectoryError, match="another daemon"):
+                Opened(log)
+            if name != "missing":
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(slow, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(slow)
+        assert not list(log.glob("*.new"))
+        with Opened(log) as desk:
+            assert desk.loaded(ALL) == ALL
+            assert not dropped(desk)
 
 
 def test_footers_and_records_say_it_too_and_foreign_files_are_outvoted(
-    copy: Path, tmp_path: Path
+    log: Path, tmp_path: Path
 ) -> None:
-    with Opened(tmp_path / "other") as desk:
-        desk.store_all(range(100, 110))
-    for path in segment_files(copy):
+    for path in segment_files(log):
         patch(path, 0, b"\xff" * PAGE)
-    shutil.copy(next(segment_files(tmp_path / "other")), copy / "00000000.segment")
-    whole = (copy / SUPERBLOCK_NAME).read_bytes()
-    (copy / SUPERBLOCK_NAME).unlink()
-    with Opened(copy) as desk:
-        assert (copy / SUPERBLOCK_NAME).read_bytes() == whole
-        assert len(desk.load(range(40)).rows(Done)) == 40
+    other = written(tmp_path / "other", 100, 10)
+    shutil.copy(segment_files(other)[0], log / "00000000.segment")
+    whole = (log / SUPERBLOCK_NAME).read_bytes()
+    (log / SUPERBLOCK_NAME).unlink()
+    with Opened(log) as desk:
+        assert (log / SUPERBLOCK_NAME).read_bytes() == whole
+        assert desk.loaded(ALL) == ALL
 
 
-def test_a_directory_in_which_nothing_can_be_believed_begins_anew(copy: Path) -> None:
+def test_a_directory_in_which_nothing_can_be_believed_begins_anew(log: Path) -> None:
     random = np.random.default_rng(3)
-    for path in [copy / SUPERBLOCK_NAME, *segment_files(copy)]:
+    for path in [log / SUPERBLOCK_NAME, *segment_files(log)]:
         path.write_bytes(random.bytes(path.stat().st_size))
-    with Opened(copy) as desk:
+    with Opened(log) as desk:
         assert "a new log was begun" in repairs(desk)[0]
         assert dropped(desk)["dropped_damaged"] >= 1
         desk.store_all(range(10))
-    with Opened(copy) as desk:
-        assert len(desk.load(range(10)).rows(Done)) == 10
+    with Opened(log) as desk:
+        assert desk.loaded(range(10)) == list(range(10))
 
 
-def test_a_head_of_another_version_is_refused_and_kept(copy: Path) -> None:
-    path = copy / SUPERBLOCK_NAME
+def test_a_head_of_another_version_is_refused_and_kept(log: Path) -> None:
+    path = log / SUPERBLOCK_NAME
     row = np.frombuffer(path.read_bytes(), DIRECTORY_DTYPE, 1).copy()
     row["version"] = 2
     seal(row)
     patch(path, 0, row.tobytes())
     before = path.read_bytes()
     with pytest.raises(DirectoryError, match="of another version"):
-        Opened(copy)
+        Opened(log)
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["crc", "missing"])
-def test_a_damaged_head_where_nothing_can_be_written(log: Path, tmp_path: Path, name: str) -> None:
-    with mounted("tmpfs", "size=16m", tmp_path / "small") as mount:
-        folder = Path(shutil.copytree(log, mount / "copy"))
-        DAMAGES[name][0](folder / SUPERBLOCK_NAME)
-        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
-        with Opened(folder) as desk:
-            assert len(desk.load(range(40)).rows(Done)) == 40
-            assert "may not be written to" in reasons(desk)
+def test_where_nothing_can_be_written_what_is_there_is_served(log: Path, tmp_path: Path) -> None:
+    for name in ("", "crc", "missing"):
+        folder = Path(shutil.copytree(log, tmp_path / f"copy {name}"))
+        if name:
+            DAMAGES[name][0](folder / SUPERBLOCK_NAME)
+        (drive := Drive()).files.read_only = True
+        with Opened(folder, drive=drive) as desk:
+            assert desk.loaded(ALL) == ALL
+            assert "may not be written to" in desk.reasons
+            assert desk.store([50]).parts[0][0] == Throttled("degraded", 60.0)
+            (other := Drive()).files.read_only = True
             with pytest.raises(DirectoryError, match="another daemon"):
-                Opened(folder)
+                Opened(folder, drive=other)
 
 
 # -- first pages -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filler", [b"\0", b"\xff"])
-def test_lost_first_pages_cost_nothing(copy: Path, filler: bytes) -> None:
-    used = [path for path in segment_files(copy) if path.read_bytes()[PAGE : PAGE + 4] == b"HKVR"]
-    assert len(used) == 3
-    for path in used:
-        patch(path, 0, filler * PAGE)
-    with Opened(copy) as desk:
-        assert len(desk.load(range(40)).rows(Done)) == 40
-        assert dropped(desk) == {"dropped_damaged": 3}
+def test_lost_first_pages_cost_nothing(log: Path, tmp_path: Path) -> None:
+    for filler in (b"\0", b"\xff"):
+        folder = Path(shutil.copytree(log, tmp_path / filler.hex()))
+        used = [p for p in segment_files(folder) if p.read_bytes()[PAGE : PAGE + 4] == b"HKVR"]
+        assert len(used) == 3
+        for path in used:
+            patch(path, 0, filler * PAGE)
+        with Opened(folder) as desk:
+            assert desk.loaded(ALL) == ALL
+            assert dropped(desk) == {"dropped_damaged": 3}
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_life_after_which_there_can_be_none_is_not_believed(copy: Path, last: bool) -> None:
+def test_a_life_after_which_there_can_be_none_is_not_believed(log: Path, last: bool) -> None:
     """Both in a first page and in the last page."""
-    path = next(p for p in segment_files(copy) if p.read_bytes()[-PAGE : -PAGE + 4] == b"HKVF")
+    path = next(p for p in segment_files(log) if p.read_bytes()[-PAGE : -PAGE + 4] == b"HKVF")
     for at, kind in (0, SEGMENT_DTYPE), (path.stat().st_size - PAGE, FOOTER_DTYPE):
         row = np.frombuffer(path.read_bytes(), kind, 1, at).copy()
         row["segment_sequence"] = (1 << 64) - 1
         seal(row)
         if at == 0 or last:
             patch(path, at, row.tobytes())
-    with Opened(copy) as desk:
-        assert len(desk.load(range(40)).rows(Done)) == 40
+    with Opened(log) as desk:
+        assert desk.loaded(ALL) == ALL
         assert dropped(desk)["dropped_damaged"] == 1 + last
         desk.store_all(range(40, 60))
-    with Opened(copy) as desk:
-        assert len(desk.load(range(40, 60)).rows(Done)) == 20
+    with Opened(log) as desk:
+        assert desk.loaded(range(40, 60)) == list(range(40, 60))
 
 
-@pytest.mark.parametrize("damaged", [[0], [0, 1], [0, 5]])
-@pytest.mark.parametrize("filler", [b"\0", b"\xff"])
-def test_a_lost_first_page_of_a_segment_that_is_filled_anew(
-    tmp_path: Path, damaged: list[int], filler: bytes
-) -> None:
-    folder = tmp_path / "one"
-    with Opened(folder, segments=6) as desk:
+def test_a_lost_first_page_of_a_segment_that_is_filled_anew(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    with Opened(whole, segments=6) as desk:
         for start in range(0, 150, 5):
             desk.store_all(range(start, start + 5))
-        newest = [n for n in range(150) if len(desk.load([n]).rows(Done))]
+        newest = [n for n in range(150) if desk.loaded([n])]
     assert len(newest) > 20
-    path = _filled_anew(folder)
-    for page in damaged:
-        patch(path, page * PAGE, filler * PAGE)
-    with Opened(folder, segments=6) as desk:
-        done = [desk.load([n]) for n in range(150)]
-        assert not any(len(each.rows(Corrupt)) for each in done)
-        served = [n for n, each in enumerate(done) if len(each.rows(Done))]
-        assert len(set(newest) - set(served)) <= len(damaged) - 1
+    name = _filled_anew(whole)
+    for filler in (b"\0", b"\xff"):
+        for damaged in ([0], [0, 1], [0, 5]):
+            folder = Path(shutil.copytree(whole, tmp_path / f"{filler.hex()} {damaged}"))
+            for page in damaged:
+                patch(folder / name, page * PAGE, filler * PAGE)
+            with Opened(folder, segments=6) as desk:
+                done = [desk.load([n]) for n in range(150)]
+                assert not any(len(each.rows(Corrupt)) for each in done)
+                served = {n for n, each in enumerate(done) if len(each.rows(Done))}
+                assert len(set(newest) - served) <= len(damaged) - 1, (filler, damaged)
 
 
-def _filled_anew(folder: Path) -> Path:
+def _filled_anew(folder: Path) -> str:
     """Returns the file whose footer is of an earlier life than its records."""
     for path in segment_files(folder):
         data = path.read_bytes()
@@ -232,7 +217,7 @@ def _filled_anew(folder: Path) -> Path:
         footer = data[-PAGE:]
         stale = int.from_bytes(footer[16:24], "little")
         if footer[:4] == b"HKVF" and getattr(head, "sequence", 0) == life > stale:
-            return path
+            return path.name
     raise AssertionError("none was being filled anew")
 
 
@@ -251,7 +236,7 @@ def test_files_that_were_never_used_are_not_read_through(
     tmp_path: Path, written: bool, most: int
 ) -> None:
     size = 4 * SCAN_BYTES
-    directory = a_directory(SsdDirectorySpec(tmp_path, 20 * size), size)
+    directory = a_directory(SsdDirectorySpec(tmp_path, 20 * size), size, Files())
     made = directory.create_segment(1, prewrite=written, flush=False)
     directory.close_segment(made)
     (segment,) = directory.list_segments()
@@ -270,107 +255,72 @@ def test_a_capacity_too_small_for_the_old_segments_begins_anew(tmp_path: Path) -
     folder = tmp_path / "one"
     with Opened(folder, segments=8, segment_bytes=4 * SEGMENT_BYTES) as desk:
         desk.store_all(range(200))
-    patch(next(segment_files(folder)), 0, b"\xff" * PAGE)
-    shutil.copy(next(segment_files(folder)), folder / "00000077.segment")
+    first = segment_files(folder)[0]
+    patch(first, 0, b"\xff" * PAGE)
+    shutil.copy(first, folder / "00000077.segment")
     with Opened(folder, segments=12) as desk:
-        capacity = desk.tier.settings.places[0].capacity_bytes  # type: ignore[attr-defined]
         desk.store_all(range(300, 330))
         assert "begun anew" in repairs(desk)[0]
         assert dropped(desk)["dropped_outsized"] >= 4
         desk.rest()
-        assert desk.tier.allocated_bytes()[str(folder)] <= capacity  # type: ignore[attr-defined]
         assert {path.stat().st_size for path in segment_files(folder)} == {SEGMENT_BYTES}
     with Opened(folder, segments=12) as desk:
-        assert len(desk.load(range(300, 330)).rows(Done)) == 30
+        assert desk.loaded(range(300, 330)) == list(range(300, 330))
         assert not dropped(desk)
 
 
 @pytest.mark.parametrize("name", ["99999999.segment", "123456789012.segment"])
-def test_files_with_great_numbers(copy: Path, name: str) -> None:
-    first = next(segment_files(copy))
-    first.rename(copy / name)
-    with Opened(copy) as desk:
+def test_files_with_great_numbers(log: Path, name: str) -> None:
+    segment_files(log)[0].rename(log / name)
+    with Opened(log) as desk:
         desk.store_all(range(100, 150))
-        served = [n for n in range(150) if len(desk.load([n]).rows(Done))]
+        served = [n for n in range(150) if desk.loaded([n])]
         assert set(range(100, 150)) <= set(served)
         assert len(served) >= 90
-    with Opened(copy) as desk:
-        assert [n for n in range(150) if len(desk.load([n]).rows(Done))] == served
+    with Opened(log) as desk:
+        assert [n for n in range(150) if desk.loaded([n])] == served
 
 
 @pytest.mark.parametrize("damage", ["none", "first page", "cut"])
-def test_a_file_of_another_log_is_left_alone(copy: Path, tmp_path: Path, damage: str) -> None:
-    with Opened(tmp_path / "other") as desk:
-        desk.store_all(range(100, 130))
-    foreign = copy / "00000050.segment"
-    shutil.copy(next(segment_files(tmp_path / "other")), foreign)
+def test_a_file_of_another_log_is_left_alone(log: Path, tmp_path: Path, damage: str) -> None:
+    foreign = log / "00000050.segment"
+    shutil.copy(segment_files(written(tmp_path / "other", 100, 30))[0], foreign)
     if damage == "first page":
         patch(foreign, 0, b"\xff" * PAGE)
     elif damage == "cut":
         os.truncate(foreign, SEGMENT_BYTES - PAGE)
     before = foreign.read_bytes()
-    with Opened(copy) as desk:
-        assert len(desk.load(range(40)).rows(Done)) == 40
-        assert "00000050.segment is of another log: left alone" in reasons(desk)
-        for start in range(200, 400, 20):
-            desk.store_all(range(start, start + 20))
-        assert len(desk.load(range(380, 400)).rows(Done)) == 20
-        capacity = desk.tier.settings.places[0].capacity_bytes  # type: ignore[attr-defined]
-        assert desk.tier.allocated_bytes()[str(copy)] <= capacity  # type: ignore[attr-defined]
+    with Opened(log) as desk:
+        assert desk.loaded(ALL) == ALL
+        assert "00000050.segment is of another log: left alone" in desk.reasons
+        desk.store_all(range(200, 400))
+        assert desk.loaded(range(380, 400)) == list(range(380, 400))
         assert dropped(desk)["dropped_foreign"] == 1
     assert foreign.read_bytes() == before
 
 
-def test_what_is_no_regular_file_is_passed_over(copy: Path) -> None:
-    os.mkfifo(copy / "00000060.segment")
-    (copy / "00000061.segment").mkdir()
-    (copy / "00000062.segment").symlink_to(copy / SUPERBLOCK_NAME)
-    with Opened(copy) as desk:
-        assert len(desk.load(range(40)).rows(Done)) == 40
+def test_what_is_no_regular_file_is_passed_over(log: Path) -> None:
+    os.mkfifo(log / "00000060.segment")
+    (log / "00000061.segment").mkdir()
+    (log / "00000062.segment").symlink_to(log / SUPERBLOCK_NAME)
+    with Opened(log) as desk:
+        assert desk.loaded(ALL) == ALL
         reported = "00000060.segment is no regular file, and 2 more: left alone"
-        assert f"{copy}: {reported}" in reasons(desk)
-        assert desk.tier.counts["segments_lost"] == 0  # type: ignore[attr-defined]
+        assert f"{log}: {reported}" in desk.reasons
+        assert desk.counts["segments_lost"] == 0
 
 
 # -- drives that hang while they are opened --------------------------------------------------------
 
 
-class Hanging(Files):
-    """Opens nothing below one folder until it is released."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.proceed = threading.Event()
-        self.opened = threading.Event()
-
-    def open(self, path: Path, *, create: bool = False) -> OpenFile:
-        if self._folder in path.parents:
-            self.proceed.wait(DEADLINE_S)
-            self.opened.set()
-        return super().open(path, create=create)
-
-
-def test_a_drive_that_hangs_does_not_hold_up_the_others(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    files = Hanging(two)
-    # Long enough for the other one on a busy machine: all of it is waited for.
-    with Opened(one, two, files=files, open_s=3.0) as desk:
-        assert f"{two} did not answer in 3 s" in reasons(desk)
-        assert len(desk.tier.failed_places) == 1  # type: ignore[attr-defined]
-        assert desk.tier.loads_of_the_dead
-        desk.store_all(range(10))
-        assert len(desk.load(range(10)).rows(Done)) == 10
-        files.proceed.set()
-        assert files.opened.wait(DEADLINE_S)
-        for each in threading.enumerate():
-            if each.name == "kvhearth-open":
-                each.join(DEADLINE_S)
-        with Opened(two):
-            pass  # files opened too late have been closed again
-
-
-def test_no_drive_that_answers_is_an_error(tmp_path: Path) -> None:
-    files = Hanging(tmp_path)
-    with pytest.raises(DirectoryError, match=r"did not answer in 0.2 s"):
-        Opened(tmp_path / "one", files=files, open_s=0.2)
-    files.proceed.set()
+def test_a_drive_that_hangs_while_it_is_opened_is_an_error(tmp_path: Path) -> None:
+    drive, proceed = Drive(), threading.Event()
+    drive.files.opens = lambda path: proceed.wait() and None
+    with pytest.raises(DirectoryError, match=r"did not answer in 0 s"):
+        Opened(tmp_path / "one", drive=drive, open_s=0.0)
+    proceed.set()
+    for each in threading.enumerate():
+        if each.name == "kvhearth-open":
+            each.join()
+    with Opened(tmp_path / "one"):
+        pass  # files opened too late have been closed again

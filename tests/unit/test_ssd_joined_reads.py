@@ -5,15 +5,25 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.read_rig import Page, ReadRig, pages_of, size_of
-from support.tiers import LENGTH, PAGE, family
+from support.drive import Page, pages_of, size_of
+from support.tiers import (
+    LENGTH,
+    PAGE,
+    Opened,
+    family,
+    flip,
+    key_of,
+    payload_page,
+    payloads,
+    spoil,
+)
 
 from kvhearth_server.tiers.base import Corrupt, Done, Failed, Missing, Throttled
-from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
 from kvhearth_server.tiers.ssd.disk.queues import Request
 from kvhearth_server.tiers.ssd.format import record_pages
 
@@ -21,6 +31,7 @@ COUNT = 24
 JOINED_MAX = 32
 """Upper bound on records in one request: each but the first takes two pieces."""
 RECORD = record_pages(LENGTH) * PAGE
+Open = Callable[..., Opened]
 
 
 def shuffled(numbers: Sequence[int]) -> list[int]:
@@ -28,17 +39,17 @@ def shuffled(numbers: Sequence[int]) -> list[int]:
     return random.Random(1).sample(list(numbers), len(numbers))
 
 
-ORDERS: dict[str, list[int]] = {
-    "in order": list(range(COUNT)),
-    "reversed": list(range(COUNT))[::-1],
-    "shuffled": shuffled(range(COUNT)),
-    "gaps": [*range(8), *range(9, 16), 20, 21, 23],
-    "each second": list(range(0, COUNT, 2)),
-    "one": [7],
-    "all twice": [*range(COUNT), *range(COUNT)],
-    "each twice": [number for number in range(COUNT) for _ in range(2)],
-    "not all there": [5, 6, 1000, 7, 8, 1001],
-}
+ORDERS: list[list[int]] = [
+    list(range(COUNT)),
+    list(range(COUNT))[::-1],
+    shuffled(range(COUNT)),
+    [*range(8), *range(9, 16), 20, 21, 23],
+    list(range(0, COUNT, 2)),
+    [7],
+    [*range(COUNT), *range(COUNT)],
+    [number for number in range(COUNT) for _ in range(2)],
+    [5, 6, 1000, 7, 8, 1001],
+]
 
 
 def ascending(numbers: Sequence[int]) -> int:
@@ -48,309 +59,256 @@ def ascending(numbers: Sequence[int]) -> int:
 
 
 @pytest.fixture
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReadRig]:
-    """Blocks 0 to 23 side by side in one segment, on the best interface or on the requested one."""
-    interface: str = getattr(request, "param", "")
-    if interface and not (verdict := probe(interface)).works:
-        pytest.skip(f"{interface}: {verdict.reason}")
-    rig = ReadRig(tmp_path / "one", interface=interface)
-    rig.desk.store_all(range(COUNT))
-    rig.desk.rest()
-    yield rig
-    rig.close()
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """What opens a tier; half of a depth of two is one: one request may have all records."""
+    with ExitStack() as ends:
+
+        def make(*names: str, **changes: object) -> Opened:
+            wide = {"depth": 2, "segments": 16, "segment_bytes": 1 << 20, **changes}
+            folders = [tmp_path / name for name in names or ("one",)]
+            return ends.enter_context(Opened(*folders, **wide))
+
+        yield make
 
 
-each_interface = pytest.mark.parametrize("rig", NAMES, indirect=True)
+@pytest.fixture
+def desk(opened: Open) -> Opened:
+    """Blocks 0 to 23 side by side in one segment."""
+    desk = opened()
+    desk.store_all(range(COUNT))
+    desk.rest()
+    return desk
 
 
 # -- joined reads ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@each_interface
-def test_bytes_are_right_in_any_order(rig: ReadRig, order: list[int]) -> None:
-    done = rig.desk.load(order)
-    there = [row for row, number in enumerate(order) if number < COUNT]
-    assert done.rows(Done).tolist() == there
-    assert len(done.rows(Missing)) == len(order) - len(there)
-    assert len(rig.drive.reads) == ascending(order)
-    assert rig.tier.counts["loaded_blocks"] == len(there)
-    assert rig.tier.counts["loaded_bytes"] == len(there) * LENGTH
+def test_bytes_are_right_in_any_order(desk: Opened) -> None:
+    for order in ORDERS:
+        desk.reads.clear()
+        before = desk.counts["loaded_blocks"], desk.counts["loaded_bytes"]
+        done = desk.load(order)
+        there = [row for row, number in enumerate(order) if number < COUNT]
+        assert done.rows(Done).tolist() == there
+        assert len(done.rows(Missing)) == len(order) - len(there)
+        assert len(desk.reads) == ascending(order), order
+        assert desk.counts["loaded_blocks"] == before[0] + len(there)
+        assert desk.counts["loaded_bytes"] == before[1] + len(there) * LENGTH
 
 
-@each_interface
-def test_nothing_is_written_but_slots_asked_for(rig: ReadRig) -> None:
-    batch = rig.desk.load_batch(range(COUNT), family())
-    before = rig.arena.bytes.copy()
-    done = rig.desk.wait(rig.tier.submit_load(batch))
-    assert len(done.rows(Done)) == COUNT
-    padded = RECORD - PAGE
-    changed = (rig.arena.bytes != before).nonzero()[0]
-    slots = changed // rig.arena.slot_bytes
-    assert set(slots.tolist()) == {rig.arena.slots + row for row in range(COUNT)}
-    assert int((changed % rig.arena.slot_bytes).max()) < padded
+def test_nothing_is_written_but_slots_asked_for(desk: Opened) -> None:
+    batch = desk.load_batch(range(COUNT), family())
+    before = desk.arena.bytes.copy()
+    assert len(desk.wait(desk.tier.submit_load(batch)).rows(Done)) == COUNT
+    changed = (desk.arena.bytes != before).nonzero()[0]
+    slots = changed // desk.arena.slot_bytes
+    assert set(slots.tolist()) == {desk.arena.slots + row for row in range(COUNT)}
+    assert int((changed % desk.arena.slot_bytes).max()) < RECORD - PAGE
 
 
-@pytest.mark.parametrize(
-    ("room", "requests"),
-    [
-        (1, COUNT),
-        (RECORD, COUNT),
-        (2 * RECORD - 1, COUNT),
-        (2 * RECORD, 12),
-        (5 * RECORD, 5),
-        (COUNT * RECORD, 1),
-    ],
-)
-def test_a_request_is_no_larger_than_it_may_be(tmp_path: Path, room: int, requests: int) -> None:
-    rig = ReadRig(tmp_path / "one", request_bytes=room)
-    rig.desk.store_all(range(COUNT))
-    assert len(rig.desk.load(range(COUNT)).rows(Done)) == COUNT
-    assert len(rig.drive.reads) == requests
-    rig.close()
+BOUNDS: list[tuple[dict[str, int], int]] = [
+    ({"request_bytes": 1}, COUNT),
+    ({"request_bytes": RECORD}, COUNT),
+    ({"request_bytes": 2 * RECORD - 1}, COUNT),
+    ({"request_bytes": 2 * RECORD}, 12),
+    ({"request_bytes": 5 * RECORD}, 5),
+    ({"request_bytes": COUNT * RECORD}, 1),
+    # Half of the drive's depth is used, however few requests would do.
+    ({"depth": 1}, 1),
+    ({"depth": 8}, 4),
+    ({"depth": 16}, 8),
+    ({"depth": 32}, COUNT),
+    ({"depth": 64}, COUNT),
+]
 
 
-def test_headers_that_nobody_wants_have_pages_of_their_own(rig: ReadRig) -> None:
+def test_requests_are_small_enough_and_enough_for_the_drive(opened: Open) -> None:
+    for number, (bounds, requests) in enumerate(BOUNDS):
+        desk = opened(str(number), **bounds)
+        desk.store_all(range(COUNT))
+        assert desk.loaded(range(COUNT)) == list(range(COUNT))
+        assert len(desk.reads) == requests, bounds
+
+
+def test_headers_that_nobody_wants_have_pages_of_their_own(desk: Opened) -> None:
     """A file system that verifies its reads does so in the destination memory."""
-    rig.drive.holds = lambda _: True
+    desk.drive.queue.holds = lambda _: True
     for _ in range(3):
-        rig.begin(range(COUNT))
-    while len(rig.drive.reads) < 2:
-        rig.desk.pump(0.01)
-    pieces = [piece for each in rig.drive.reads[:2] for piece in each.pieces]
-    slots, end = rig.arena.bytes.ctypes.data, rig.arena.bytes.nbytes
+        desk.begin(range(COUNT))
+    desk.idle()
+    assert len(desk.reads) == 2
+    pieces = [piece for each in desk.reads for piece in each.pieces]
+    slots, end = desk.arena.bytes.ctypes.data, desk.arena.bytes.nbytes
     headers = [address for address, _ in pieces if not 0 <= address - slots < end]
     assert len(headers) == 2 * (COUNT - 1) == len(set(headers))
 
 
-def test_without_pages_for_headers_records_are_read_alone(rig: ReadRig) -> None:
-    rig.drive.shut = True
-    transfers = rig.tier.transfers
-    spare = transfers.unread.lend(transfers.unread.free - 5)
-    ticket = rig.begin(range(COUNT))
-    assert transfers.unread.free == 0
-    rig.drive.release()
-    assert len(rig.desk.wait(ticket).rows(Done)) == COUNT
-    assert sorted(len(each.pieces) for each in rig.drive.reads) == [1] * (COUNT - 6) + [11]
-    transfers.unread.give(spare)
+def test_without_pages_for_headers_records_are_read_alone(desk: Opened) -> None:
+    unread = desk.tier.transfers.unread
+    spare = unread.lend(unread.free - 5)
+    ticket = desk.begin(range(COUNT))
+    assert unread.free == 0
+    assert len(desk.wait(ticket).rows(Done)) == COUNT
+    assert sorted(len(each.pieces) for each in desk.reads) == [1] * (COUNT - 6) + [11]
+    unread.give(spare)
 
 
-@pytest.mark.parametrize(
-    ("depth", "requests"), [(1, 1), (2, 1), (8, 4), (16, 8), (32, COUNT), (48, COUNT), (64, COUNT)]
-)
-def test_the_drive_has_enough_requests_at_once(tmp_path: Path, depth: int, requests: int) -> None:
-    rig = ReadRig(tmp_path / "one", depth=depth)
-    rig.desk.store_all(range(COUNT))
-    assert len(rig.desk.load(range(COUNT)).rows(Done)) == COUNT
-    assert len(rig.drive.reads) == requests
-    rig.close()
-
-
-def test_blocks_of_several_segments(tmp_path: Path) -> None:
-    rig = ReadRig(tmp_path / "one", segment_bytes=256 << 10)
+@pytest.mark.parametrize("names", [("one",), ("one", "two")])
+def test_blocks_of_several_files(opened: Open, names: tuple[str, ...]) -> None:
+    desk = opened(*names, segment_bytes=256 << 10)
     odd = family(length=5000)
     numbers = range(60)
-    rig.desk.store_all(numbers, odd)
+    desk.store_all(numbers, odd)
     for order in (list(numbers), list(numbers)[::-1], shuffled(numbers)):
-        rig.drive.reads.clear()
-        assert len(rig.desk.load(order, odd).rows(Done)) == len(order)
-        files = {each.fd for each in rig.drive.reads}
+        desk.reads.clear()
+        assert desk.loaded(order, odd) == order
+        files = {each.fd for each in desk.reads}
         assert len(files) >= 3
-        if order == list(numbers):
-            assert len(rig.drive.reads) <= len(files) + len(numbers) // JOINED_MAX
-    rig.close()
+        if order == list(numbers) and len(names) == 1:
+            assert len(desk.reads) <= len(files) + len(numbers) // JOINED_MAX
 
 
-def test_blocks_of_two_directories(tmp_path: Path) -> None:
-    rig = ReadRig(tmp_path / "one", tmp_path / "two")
-    numbers = range(96)
-    rig.desk.store_all(numbers)
-    for order in (list(numbers), shuffled(numbers)):
-        assert len(rig.desk.load(order).rows(Done)) == len(order)
-        assert len({each.fd for each in rig.drive.reads}) >= 2
-    rig.close()
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3])
-@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, 5000, 3 * PAGE])
-def test_blocks_of_several_shards(tmp_path: Path, shards: int, length: int) -> None:
-    rig = ReadRig(tmp_path / "one")
-    of = family(length=length, shards=shards)
+def test_blocks_of_several_shards(opened: Open) -> None:
     numbers = list(range(20))
-    rig.desk.store_all(numbers, of)
-    assert len(rig.desk.load(numbers, of).rows(Done)) == len(numbers)
-    assert len(rig.drive.reads) == -(-shards * len(numbers) // JOINED_MAX)
-    for order in (numbers[::-1], shuffled(numbers), [3, 4, 4, 5, 9]):
-        assert len(rig.desk.load(order, of).rows(Done)) == len(order)
-    assert rig.tier.counts["loaded_bytes"] == (3 * 20 + 5) * shards * length
-    rig.close()
+    for shards in (1, 2, 3):
+        for length in (1, PAGE - 1, PAGE, 5000, 3 * PAGE):
+            desk = opened(f"{shards} {length}")
+            of = family(length=length, shards=shards)
+            desk.store_all(numbers, of)
+            assert desk.loaded(numbers, of) == numbers
+            assert len(desk.reads) == -(-shards * len(numbers) // JOINED_MAX)
+            for order in (numbers[::-1], shuffled(numbers), [3, 4, 4, 5, 9]):
+                assert desk.loaded(order, of) == order
+            blocks = 3 * 20 + 5
+            assert desk.counts["loaded_bytes"] == blocks * shards * length
+            assert desk.counts["loaded_blocks"] == blocks, "once, however many shards it has"
 
 
-# -- failing reads ---------------------------------------------------------------------------------
+# -- failing reads, wrong bytes --------------------------------------------------------------------
 
 
-def bad_page(page: Page, end: Callable[[int], int]) -> Callable[[Request, int], int]:
-    """Returns the fate of reads while one page cannot be read."""
-    return lambda request, result: end(result) if page in pages_of(request) else result
+def bad_page(page: Page, result: int = -errno.EIO) -> Callable[[Request], int]:
+    """Returns the fate of requests while one page cannot be read."""
+    return lambda request: result if page in pages_of(request) else size_of(request)
 
 
-def test_a_failure_that_does_not_last_costs_nobody_anything(rig: ReadRig) -> None:
+def test_a_failure_that_does_not_last_costs_nobody_anything(desk: Opened) -> None:
     ends = [-errno.EIO]
-    rig.drive.fate = lambda _, result: ends.pop() if ends else result
-    assert len(rig.desk.load(range(8)).rows(Done)) == 8
-    assert rig.tier.counts["read_errors"] == 0
-    assert rig.tier.counts["loaded_blocks"] == 8
+    desk.drive.queue.fate = lambda each: ends.pop() if ends else size_of(each)
+    assert desk.loaded(range(8)) == list(range(8))
+    assert desk.counts["read_errors"] == 0
+    assert desk.counts["loaded_blocks"] == 8
 
 
-def test_one_of_several_joined_reads_fails(tmp_path: Path) -> None:
-    rig = ReadRig(tmp_path / "one", depth=8)
-    rig.desk.store_all(range(COUNT))
-    rig.drive.fate = bad_page(rig.page(8), lambda _: -errno.EIO)
-    assert rig.desk.load(range(COUNT)).rows(Failed).tolist() == [8]
-    assert len(rig.drive.reads) == 4 + 6
-    rig.close()
+def test_one_of_several_joined_reads_fails(opened: Open) -> None:
+    desk = opened(depth=8)
+    desk.store_all(range(COUNT))
+    desk.drive.queue.fate = bad_page(payload_page(desk.folders[0], key_of(8)))
+    assert desk.load(range(COUNT)).rows(Failed).tolist() == [8]
+    assert len(desk.reads) == 4 + 6
 
 
-# -- wrong bytes -----------------------------------------------------------------------------------
-
-
-def flip(path: Path, at: int) -> None:
-    """Flips one bit of a byte."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
-
-
-def test_a_flipped_bit_between_payloads_is_nobodys(rig: ReadRig) -> None:
-    path, page = rig.payload(4)
+def test_a_flipped_bit_between_payloads_is_nobodys(desk: Opened) -> None:
+    ((path, page),) = payloads(desk.folders[0], key_of(4))
     flip(path, page * PAGE - 1)  # in its header's page
-    path, page = rig.payload(5)
+    ((path, page),) = payloads(desk.folders[0], key_of(5))
     flip(path, page * PAGE + LENGTH)  # in its padding
-    assert len(rig.desk.load(range(8)).rows(Done)) == 8
-    assert rig.tier.counts["corrupt_blocks"] == 0
+    assert desk.loaded(range(8)) == list(range(8))
+    assert desk.counts["corrupt_blocks"] == 0
 
 
-def test_a_flipped_bit_beside_a_bad_page(rig: ReadRig) -> None:
-    path, page = rig.payload(2)
-    flip(path, page * PAGE)
-    rig.drive.fate = bad_page(rig.page(5), lambda _: -errno.EIO)
-    done = rig.desk.load(range(8))
-    assert done.rows(Corrupt).tolist() == [2]
-    assert done.rows(Failed).tolist() == [5]
-    assert len(done.rows(Done)) == 6
-
-
-@pytest.mark.parametrize("shard", [0, 1])
-def test_a_flipped_bit_of_a_shard(tmp_path: Path, shard: int) -> None:
-    rig = ReadRig(tmp_path / "one")
-    of = family(shards=2)
-    rig.desk.store_all(range(6), of)
-    path, page = rig.payload(3, shard)
-    flip(path, page * PAGE)
-    done = rig.desk.load(range(6), of)
-    assert done.rows(Corrupt).tolist() == [3]
-    assert len(done.rows(Done)) == 5
-    assert rig.tier.counts["corrupt_blocks"] == 1
-    assert rig.tier.counts["loaded_blocks"] == 5
-    rig.close()
-
-
-def test_a_block_is_counted_once_however_many_shards_it_has(tmp_path: Path) -> None:
-    rig = ReadRig(tmp_path / "one")
-    of = family(shards=3)
-    rig.desk.store_all(range(8), of)
-    rig.desk.load(range(8), of)
-    assert rig.tier.counts["loaded_blocks"] == 8
-    rig.close()
+def test_a_flipped_bit_beside_a_bad_page(opened: Open) -> None:
+    for shard in (0, 1):
+        desk = opened(str(shard))
+        of = family(shards=2)
+        desk.store_all(range(8), of)
+        desk.drive.queue.fate = bad_page(payload_page(desk.folders[0], key_of(5), shard))
+        assert spoil(desk.folders[0], key_of(2), shard) == 1
+        done = desk.load(range(8), of)
+        assert done.rows(Corrupt).tolist() == [2]
+        assert done.rows(Failed).tolist() == [5]
+        assert len(done.rows(Done)) == 6
+        assert (desk.counts["corrupt_blocks"], desk.counts["loaded_blocks"]) == (1, 6)
 
 
 # -- cancelled -------------------------------------------------------------------------------------
 
 
-def until(rig: ReadRig, true: Callable[[], bool]) -> None:
-    """Polls until it is true; pytest's own timeout bounds the wait."""
-    while not true():
-        rig.desk.pump(0.01)
-
-
-@each_interface
-def test_cancelled_before_it_begins(rig: ReadRig) -> None:
-    rig.drive.shut = True
-    ticket = rig.begin(range(8))
-    rig.desk.pump(0.02)
-    rig.tier.cancel(ticket)
-    rig.drive.well()
-    done = rig.desk.wait(ticket)
+def assert_cancelled(desk: Opened, ticket: int, reads: int) -> None:
+    """Checks that a load of blocks 0 to 7 has ended, and that they can be loaded again."""
+    done = desk.wait(ticket)
     assert [(o, len(rows)) for o, rows in done.parts] == [(Failed("cancelled"), 8)]
-    assert rig.drive.reads == []
-    assert rig.tier.counts["read_errors"] == 0
-    assert len(rig.desk.load(range(8)).rows(Done)) == 8
+    assert len(desk.reads) == reads, "nobody waits for another try"
+    assert desk.counts["read_errors"] == 0
+    desk.drive.queue.well()
+    assert desk.loaded(range(8)) == list(range(8))
 
 
-@each_interface
+def test_cancelled_before_it_begins(desk: Opened) -> None:
+    desk.drive.queue.shut = True
+    ticket = desk.begin(range(8))
+    desk.idle()
+    desk.tier.cancel(ticket)
+    desk.drive.queue.release()
+    assert_cancelled(desk, ticket, 0)
+
+
 @pytest.mark.parametrize("result", [None, -errno.EIO, 0], ids=["good", "EIO", "short"])
-def test_cancelled_while_a_joined_read_is_out(rig: ReadRig, result: int | None) -> None:
-    rig.drive.holds = lambda _: True
+def test_cancelled_while_a_joined_read_is_out(desk: Opened, result: int | None) -> None:
+    queue = desk.drive.queue
+    queue.holds = lambda _: True
     if result is not None:
-        rig.drive.fate = lambda *_: result
-    ticket = rig.begin(range(8))
-    until(rig, lambda: rig.drive.held == 1)
-    rig.tier.cancel(ticket)
-    rig.drive.release()
-    done = rig.desk.wait(ticket)
-    assert [(o, len(rows)) for o, rows in done.parts] == [(Failed("cancelled"), 8)]
-    assert len(rig.drive.reads) == 1, "nobody waits for another try"
-    assert rig.tier.counts["read_errors"] == 0
-    rig.drive.well()
-    assert len(rig.desk.load(range(8)).rows(Done)) == 8
+        queue.fate = lambda _: result
+    ticket = desk.begin(range(8))
+    desk.idle()
+    assert queue.in_flight == 1
+    desk.tier.cancel(ticket)
+    queue.release()
+    assert_cancelled(desk, ticket, 1)
 
 
-def test_cancelled_before_its_records_are_read_singly(rig: ReadRig) -> None:
-    def fate(*_: object) -> int:
-        rig.drive.shut = True
+def test_cancelled_before_its_records_are_read_singly(desk: Opened) -> None:
+    queue = desk.drive.queue
+
+    def fails(_: Request) -> int:
+        queue.shut = True
         return -errno.EIO
 
-    rig.drive.fate = fate
-    ticket = rig.begin(range(8))
-    until(rig, lambda: rig.tier.figures().queued_reads == 8)
-    rig.tier.cancel(ticket)
-    rig.drive.well()
-    done = rig.desk.wait(ticket)
-    assert [(o, len(rows)) for o, rows in done.parts] == [(Failed("cancelled"), 8)]
-    assert all(rig.present(range(8)))
+    queue.fate = fails
+    ticket = desk.begin(range(8))
+    desk.idle()
+    assert desk.tier.figures().queued_reads == 8
+    desk.tier.cancel(ticket)
+    queue.well()
+    assert_cancelled(desk, ticket, 1)
 
 
-def test_cancelled_while_its_records_are_read_singly(rig: ReadRig) -> None:
-    page = rig.page(5)
-    rig.drive.fate = bad_page(page, lambda _: -errno.EIO)
-    rig.drive.holds = lambda each: page in pages_of(each) and size_of(each) < RECORD
-    ticket = rig.begin(range(8))
-    until(rig, lambda: rig.tier.counts["loaded_blocks"] == 7)
-    rig.tier.cancel(ticket)
-    rig.drive.fate = lambda _, result: result
-    rig.drive.release()
-    done = rig.desk.wait(ticket)
+def test_cancelled_while_its_records_are_read_singly(desk: Opened) -> None:
+    page, queue = payload_page(desk.folders[0], key_of(5)), desk.drive.queue
+    queue.fate = bad_page(page)
+    queue.holds = lambda each: page in pages_of(each) and size_of(each) < RECORD
+    ticket = desk.begin(range(8))
+    desk.idle()
+    assert desk.counts["loaded_blocks"] == 7
+    desk.tier.cancel(ticket)
+    queue.well()
+    done = desk.wait(ticket)
     assert done.rows(Done).tolist() == [0, 1, 2, 3, 4, 6, 7]
     assert [(o, rows.tolist()) for o, rows in done.parts if o != Done()] == [
         (Failed("cancelled"), [5])
     ]
-    assert all(rig.present(range(8)))
+    assert desk.present(range(8)) == list(range(8))
 
 
-# -- a disk interface that breaks ------------------------------------------------------------------
-
-
-def test_what_never_began_is_not_read_again_alone(tmp_path: Path) -> None:
-    rig = ReadRig(tmp_path / "one", request_bytes=4 * RECORD)
-    rig.desk.store_all(range(60))
-    rig.desk.rest()
-    rig.drive.broken = OSError(errno.EBADF, "gone")
-    # Fifteen requests, the first eight of which go to the kernel.
-    rig.begin(range(60))
-    while not rig.tier.counts["read_errors"]:
-        rig.desk.pump(0.01)
-    assert rig.tier.counts["read_errors"] == 28
-    refusal = rig.tier.submit_load(rig.desk.load_batch([0], family()))
+def test_what_never_began_is_not_read_again_alone(opened: Open) -> None:
+    desk = opened(request_bytes=4 * RECORD)
+    desk.store_all(range(60))
+    desk.rest()
+    desk.drive.queue.broken = OSError(errno.EBADF, "gone")
+    # Fifteen requests, the first two of which go to the kernel.
+    desk.begin(range(60))
+    desk.until(lambda: desk.counts["read_errors"])
+    assert desk.counts["read_errors"] == 13 * 4
+    refusal = desk.tier.submit_load(desk.load_batch([0], family()))
     assert refusal == Throttled("degraded")
+    desk.abandon()

@@ -6,29 +6,28 @@ import errno
 import mmap
 import os
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.daemon import until
+from support.drive import Drive, HandFiles, Hangs
 from support.tiers import (
-    DEADLINE_S,
     PAGE,
     SEGMENT_BYTES,
     Opened,
     a_directory,
     family,
+    flip,
     key_of,
+    patch,
     segment_files,
     settings,
 )
 
-from kvhearth_server.tiers.base import BlockSpec, Done, Missing, Throttled
+from kvhearth_server.tiers.base import BlockSpec, Missing, Throttled
 from kvhearth_server.tiers.ssd.directory import Segment
-from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.format import RECORD_BYTES, RECORD_DTYPE, Doubt, seal
 from kvhearth_server.tiers.ssd.recovery import restore as recovery
 from kvhearth_server.tiers.ssd.recovery.restore import Reader, Recovered, read_segment
@@ -36,26 +35,23 @@ from kvhearth_server.tiers.ssd.recovery.restore import Reader, Recovered, read_s
 SECTOR = 512
 RECORD_PAGES = 4
 """A header and 10,000 bytes."""
+ALL = list(range(20))
 
 
-def written(folder: Path, count: int, of: BlockSpec | None = None) -> None:
-    """Writes a log with blocks 0 to ``count``; its last segment is unfinished."""
+def written(folder: Path, count: int, of: BlockSpec | None = None) -> Path:
+    """Writes a log with blocks 0 to ``count``; its last segment is unfinished. Returns the first
+    file with records.
+    """
     with Opened(folder) as desk:
         desk.store_all(range(count), of)
-        assert desk.tier.drain(DEADLINE_S)
-
-
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Blocks 0 to 19: one segment with a footer (15 blocks), one without (5)."""
-    folder = tmp_path_factory.mktemp("log") / "one"
-    written(folder, 20)
-    return folder
+    return next(p for p in segment_files(folder) if b"HKVR" in p.read_bytes())
 
 
 @pytest.fixture
-def copy(log: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(log, tmp_path / "copy"))
+def log(tmp_path: Path) -> Path:
+    """Blocks 0 to 19: one segment with a footer (15 blocks), one without (5)."""
+    written(tmp_path / "log", 20)
+    return tmp_path / "log"
 
 
 def files(folder: Path) -> tuple[Path, Path]:
@@ -66,15 +62,13 @@ def files(folder: Path) -> tuple[Path, Path]:
     return sealed, unfinished
 
 
-def patch(path: Path, at: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    data = path.read_bytes()[at]
-    patch(path, at, bytes([data ^ (1 << bit)]))
+def rewrite(path: Path, page: int, **fields: int) -> None:
+    """Change fields of a record's header, which is whole again."""
+    row = np.frombuffer(path.read_bytes(), RECORD_DTYPE, 1, page * PAGE).copy()
+    for name, value in fields.items():
+        row[name] = value
+    seal(row)
+    patch(path, page * PAGE, row.tobytes())
 
 
 class Bench:
@@ -87,15 +81,15 @@ class Bench:
 
     def read(self, path: Path) -> Recovered:
         segment = self.segments[path]
-        found = read_segment(segment, Reader(self._memory, Files()))
+        found = read_segment(segment, Reader(self._memory, HandFiles()))
         self.directory.close_segment(segment)
         assert found.failed is None
         return found
 
 
 @pytest.fixture
-def bench(copy: Path) -> Iterator[Bench]:
-    bench = Bench(copy)
+def bench(log: Path) -> Iterator[Bench]:
+    bench = Bench(log)
     yield bench
     bench.directory.close()
 
@@ -106,8 +100,11 @@ def numbers(found: Recovered) -> list[int]:
     return [by_key[key.tobytes()[:32]] for key in found.records["key"]]
 
 
-def test_a_record_torn_at_any_sector_is_dropped_alone(copy: Path, bench: Bench) -> None:
-    _, path = files(copy)
+# -- one file --------------------------------------------------------------------------------------
+
+
+def test_a_record_torn_at_any_sector_is_dropped_alone(log: Path, bench: Bench) -> None:
+    _, path = files(log)
     whole = path.read_bytes()
     start = (1 + 4 * RECORD_PAGES) * PAGE  # of block 19, the last one
     end = start + RECORD_PAGES * PAGE
@@ -127,8 +124,8 @@ def test_a_record_torn_at_any_sector_is_dropped_alone(copy: Path, bench: Bench) 
             patch(path, start, whole[start:end])
 
 
-def test_a_flipped_bit_anywhere_in_a_record_drops_that_record(copy: Path, bench: Bench) -> None:
-    _, path = files(copy)
+def test_a_flipped_bit_anywhere_in_a_record_drops_that_record(log: Path, bench: Bench) -> None:
+    _, path = files(log)
     start = (1 + RECORD_PAGES) * PAGE  # block 16
     for at in range(0, RECORD_BYTES, 7):
         flip(path, start + at, at % 8)
@@ -142,37 +139,37 @@ def test_a_flipped_bit_anywhere_in_a_record_drops_that_record(copy: Path, bench:
         flip(path, start + PAGE + at)
 
 
-def test_a_flipped_bit_anywhere_in_a_footer_costs_nothing(copy: Path, bench: Bench) -> None:
-    path, _ = files(copy)
+def test_a_flipped_bit_anywhere_in_a_footer_costs_nothing(log: Path, bench: Bench) -> None:
+    path, _ = files(log)
     assert not bench.read(path).resume
-    used = [*range(0, 64, 3), *range(-PAGE, -PAGE + 15 * RECORD_BYTES, 101)]
-    for at in used:
-        place = SEGMENT_BYTES + at - (0 if at < 0 else PAGE)
-        if at < 0:
-            place -= PAGE
-        flip(path, place, at % 8)
+    last = SEGMENT_BYTES - PAGE
+    for at in [*range(0, 64, 3), *range(-PAGE, -PAGE + 15 * RECORD_BYTES, 101)]:
+        flip(path, last + at, at % 8)
         found = bench.read(path)
         assert found.resume, at
         assert numbers(found) == list(range(15)), at
-        flip(path, place, at % 8)
+        flip(path, last + at, at % 8)
 
 
-def test_a_file_made_longer_is_not_read_to_its_end(copy: Path, bench: Bench) -> None:
-    _, path = files(copy)
+def test_a_file_made_longer_is_not_read_to_its_end(log: Path, bench: Bench) -> None:
+    _, path = files(log)
     os.truncate(path, 4 << 40)
     assert len(bench.read(path).records) == 5
 
 
-def test_records_and_files_of_another_log(copy: Path, tmp_path: Path) -> None:
+# -- a whole log -----------------------------------------------------------------------------------
+
+
+def test_records_and_files_of_another_log(log: Path, tmp_path: Path) -> None:
     written(tmp_path / "other", 20)
-    sealed, unfinished = files(copy)
+    sealed, unfinished = files(log)
     foreign_sealed, foreign = files(tmp_path / "other")
     size = RECORD_PAGES * PAGE
     patch(unfinished, PAGE, foreign.read_bytes()[PAGE : PAGE + size])
     shutil.copy(foreign_sealed, sealed)
-    with Opened(copy) as desk:
-        assert desk.load(range(20)).rows(Done).tolist() == [16, 17, 18, 19]
-        assert desk.tier.counts["dropped_foreign"] == 2
+    with Opened(log) as desk:
+        assert desk.loaded(ALL) == [16, 17, 18, 19]
+        assert desk.counts["dropped_foreign"] == 2
 
 
 def test_of_two_directories_the_younger_epoch_is_served(tmp_path: Path) -> None:
@@ -186,8 +183,8 @@ def test_of_two_directories_the_younger_epoch_is_served(tmp_path: Path) -> None:
         for number in range(4):  # so that each block goes to the other directory now
             desk.store_all([number], family(epoch=2))
     with Opened(*folders) as desk:
-        assert desk.tier.counts["dropped_duplicate"] == 4
-        assert len(desk.load(range(4), family(epoch=2)).rows(Done)) == 4
+        assert desk.counts["dropped_duplicate"] == 4
+        assert desk.loaded(range(4), family(epoch=2)) == [0, 1, 2, 3]
 
 
 def test_of_one_segment_the_younger_epoch_is_served_where_it_lies_first(tmp_path: Path) -> None:
@@ -196,106 +193,87 @@ def test_of_one_segment_the_younger_epoch_is_served_where_it_lies_first(tmp_path
         desk.store_all([1])
         desk.store_all([1], family(epoch=2))
     (path,) = [p for p in segment_files(tmp_path / "one") if b"HKVR" in p.read_bytes()]
-    for at, epoch in (PAGE, 2), ((1 + RECORD_PAGES) * PAGE, 1):
-        row = np.frombuffer(path.read_bytes(), RECORD_DTYPE, 1, at).copy()
-        row["epoch"] = epoch
-        seal(row)
-        patch(path, at, row.tobytes())
+    rewrite(path, 1, epoch=2)
+    rewrite(path, 1 + RECORD_PAGES, epoch=1)
     with Opened(tmp_path / "one") as desk:
-        assert desk.tier.counts["dropped_duplicate"] == 1
-        assert desk.load([1], family(epoch=2)).rows(Done).tolist() == [0]
+        assert desk.counts["dropped_duplicate"] == 1
+        assert desk.loaded([1], family(epoch=2)) == [1]
 
 
-def test_a_block_needs_all_its_shards(copy: Path, tmp_path: Path) -> None:
+def test_a_block_needs_all_its_shards(tmp_path: Path) -> None:
     of = family(shards=3, length=4000)
-    written(tmp_path / "one", 4, of)
-    (path,) = [p for p in segment_files(tmp_path / "one") if b"HKVR" in p.read_bytes()]
+    path = written(tmp_path / "one", 4, of)
     flip(path, (1 + 2 * (3 + 1)) * PAGE + 20)  # the header of block 1's second shard
     with Opened(tmp_path / "one") as desk:
-        assert desk.load(range(4), of).rows(Done).tolist() == [0, 2, 3]
-        assert desk.tier.counts["dropped_damaged"] == 1
-        assert desk.tier.counts["dropped_incomplete"] == 2
-
-
-def test_a_file_for_which_there_is_no_descriptor_is_read_later(copy: Path) -> None:
-    class Short(Files):
-        none_left = True
-
-        def open(self, path: Path, *, create: bool = False) -> OpenFile:
-            if self.none_left and path == sealed:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return super().open(path, create=create)
-
-    sealed, _ = files(copy)
-    short = Short()
-    with Opened(copy, files=short) as desk:
-        assert len(desk.load(range(20)).rows(Done)) == 5
-        assert desk.tier.figures().locked_files == 1
-        assert desk.tier.loads_of_the_dead
-        assert desk.tier.counts["segments_lost"] == 0
-        reason = "no descriptor left to read a segment file back"
-        until(
-            lambda: any(reason in reported for reported in desk.tier.problems().values()),
-            "it is told",
-        )
-        short.none_left = False
-        until(lambda: not desk.tier.loads_of_the_dead or desk.pump(0.01), "it is read")
-        assert len(desk.load(range(20)).rows(Done)) == 20
-        until(
-            lambda: not any(reason in reported for reported in desk.tier.problems().values()),
-            "no more",
-        )
-
-
-def test_another_name_of_a_file_is_passed_over(copy: Path) -> None:
-    sealed, _ = files(copy)
-    os.link(sealed, copy / "00000055.segment")
-    with Opened(copy) as desk:
-        assert len(desk.load(range(20)).rows(Done)) == 20
-        (reason,) = desk.tier.problems().values()
-        assert "00000055.segment is another name" in reason
-        assert desk.tier.figures().locked_files == 0, "slots wait for it"
-        assert desk.tier.counts["dropped_duplicate"] == 0
+        assert desk.loaded(range(4), of) == [0, 2, 3]
+        assert desk.counts["dropped_damaged"] == 1
+        assert desk.counts["dropped_incomplete"] == 2
 
 
 def test_shards_whose_keys_differ_in_width_are_no_block(tmp_path: Path) -> None:
     of = family(shards=2, length=4000)
-    written(tmp_path / "one", 4, of)
-    (path,) = [p for p in segment_files(tmp_path / "one") if b"HKVR" in p.read_bytes()]
-    at = (1 + 2 * 2 * 2) * PAGE  # the header of block 2's first shard
-    row = np.frombuffer(path.read_bytes(), RECORD_DTYPE, 1, at).copy()
-    row["key_bytes"] = 31
-    seal(row)
-    patch(path, at, row.tobytes())
+    path = written(tmp_path / "one", 4, of)
+    rewrite(path, 1 + 2 * 2 * 2, key_bytes=31)  # the header of block 2's first shard
     with Opened(tmp_path / "one") as desk:
-        assert desk.load(range(4), of).rows(Done).tolist() == [0, 1, 3]
-        assert desk.tier.counts["dropped_incomplete"] == 2
-        assert desk.tier.counts["recovery_failures"] == 0
+        assert desk.loaded(range(4), of) == [0, 1, 3]
+        assert desk.counts["dropped_incomplete"] == 2
+        assert desk.counts["recovery_failures"] == 0
 
 
-def test_garbage_of_every_kind_is_survived(copy: Path) -> None:
+def test_a_file_for_which_there_is_no_descriptor_is_read_later(log: Path) -> None:
+    sealed, _ = files(log)
+    reason = "no descriptor left to read a segment file back"
+    drive, lack = Drive(), [sealed]
+
+    def opens(path: Path) -> None:
+        if path in lack:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    drive.files.opens = opens
+    with Opened(log, drive=drive) as desk:
+        assert desk.loaded(ALL) == ALL[15:]
+        assert desk.tier.figures().locked_files == 1
+        assert desk.tier.loads_of_the_dead
+        assert desk.counts["segments_lost"] == 0
+        desk.until(lambda: reason in desk.reasons, "it is not told")
+        lack.clear()
+        desk.until(lambda: not desk.tier.loads_of_the_dead, "it is not read")
+        assert desk.loaded(ALL) == ALL
+        desk.until(lambda: reason not in desk.reasons, "it does not end")
+
+
+def test_another_name_of_a_file_is_passed_over(log: Path) -> None:
+    sealed, _ = files(log)
+    os.link(sealed, log / "00000055.segment")
+    with Opened(log) as desk:
+        assert desk.loaded(ALL) == ALL
+        assert "00000055.segment is another name" in desk.reasons
+        assert desk.tier.figures().locked_files == 0, "slots wait for it"
+        assert desk.counts["dropped_duplicate"] == 0
+
+
+def test_garbage_of_every_kind_is_survived(log: Path) -> None:
     random = np.random.default_rng(5)
-    for path in segment_files(copy):
+    for path in segment_files(log):
         data = bytearray(path.read_bytes())
         for _ in range(40):
             at = int(random.integers(0, len(data) - 600))
             data[at : at + 600] = random.bytes(600)
         path.write_bytes(data)
-    (copy / "00000099.segment").write_bytes(random.bytes(5000))
-    (copy / "notes.txt").write_text("not ours")
-    (copy / "00000001.segment.new").write_bytes(b"half made")
-    with Opened(copy) as desk:
-        desk.load(range(20))  # compares every byte of the blocks that it serves
-        assert (copy / "notes.txt").exists()
-        assert not (copy / "00000001.segment.new").exists()
+    (log / "00000099.segment").write_bytes(random.bytes(5000))
+    (log / "notes.txt").write_text("not ours")
+    (log / "00000001.segment.new").write_bytes(b"half made")
+    with Opened(log) as desk:
+        desk.load(ALL)  # compares every byte of the blocks that it serves
+        assert (log / "notes.txt").exists()
+        assert not (log / "00000001.segment.new").exists()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_reader_that_fails_over_one_file_goes_on_with_the_others(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
+    log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, broken = recovery.read_segment, list[int]()
-    sealed, _ = files(copy)
+    sealed, _ = files(log)
 
     def failing(segment: Segment, *rest: object) -> Recovered:
         if segment.path == sealed and not broken:
@@ -304,66 +282,65 @@ def test_a_reader_that_fails_over_one_file_goes_on_with_the_others(
         return real(segment, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recovery, "read_segment", failing)
-    with Opened(copy) as desk:
-        assert len(desk.load(range(20)).rows(Done)) == 5
-        assert desk.tier.counts["recovery_failures"] == 1
-        assert desk.tier.counts["segments_lost"] == 1
+    with Opened(log) as desk:
+        assert desk.loaded(ALL) == ALL[15:]
+        assert desk.counts["recovery_failures"] == 1
+        assert desk.counts["segments_lost"] == 1
 
 
-class Gate(Files):
-    """Reads only the first page of one segment file until it is released."""
+# -- while it is read back -------------------------------------------------------------------------
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.proceed = threading.Event()
 
-    def read_into(self, fd: int, memory: memoryview, offset: int) -> int:
-        if offset and os.readlink(f"/proc/self/fd/{fd}") == str(self._path):
-            assert self.proceed.wait(DEADLINE_S)
-        return super().read_into(fd, memory, offset)
+def held_back(path: Path) -> Drive:
+    """Return a drive that gives only the first page of one segment file, until its hook is gone."""
+
+    def reads(read: Path, offset: int) -> None:
+        if offset and read == path:
+            raise Hangs
+
+    drive = Drive()
+    drive.files.reads = reads
+    return drive
+
+
+def let_go(drive: Drive) -> None:
+    """Read everything back."""
+    drive.files.reads = lambda path, offset: None
 
 
 @pytest.mark.parametrize("footer", [True, False])
-def test_blocks_are_served_and_stored_while_the_log_is_read_back(copy: Path, footer: bool) -> None:
-    sealed, _ = files(copy)
+def test_blocks_are_served_and_stored_while_the_log_is_read_back(log: Path, footer: bool) -> None:
+    sealed, _ = files(log)
     if not footer:
-        patch(sealed, sealed.stat().st_size - PAGE, bytes(PAGE))
+        patch(sealed, -PAGE, bytes(PAGE))
     # A file made ahead of need where the file system cannot reserve: its zeros are written.
-    (copy / "00000009.segment").write_bytes(bytes(sealed.stat().st_size))
-    gate = Gate(sealed)
-    opened = Opened(copy, files=gate)
-    desk, tier = opened.desk, opened.tier
-    try:
-        until(lambda: desk.pump(0.01) or len(tier.index), "some is read back")
-        assert len(desk.load(range(15, 20)).rows(Done)) == 5
+    (log / "00000009.segment").write_bytes(bytes(sealed.stat().st_size))
+    with Opened(log, drive=(drive := held_back(sealed)), settle=False) as desk:
+        desk.idle()
+        assert desk.loaded(ALL) == ALL[15:]
         assert len(desk.load(range(15)).rows(Missing)) == 15
         desk.store_all([3, 20, 21])
-        assert len(desk.load([3, 20, 21]).rows(Done)) == 3
-        assert tier.recovering
-    finally:
-        gate.proceed.set()
-    with opened:
-        assert len(desk.load(range(22)).rows(Done)) == 22
-        assert tier.counts["dropped_duplicate"] == 1, "the block that was stored again is younger"
-        assert tier.counts["recovered_blocks"] == 19
-    with Opened(copy) as again:
-        assert len(again.load(range(22)).rows(Done)) == 22
+        assert desk.loaded([3, 20, 21]) == [3, 20, 21]
+        assert desk.tier.recovering
+        let_go(drive)
+        desk.settle()
+        assert desk.loaded(range(22)) == list(range(22))
+        assert desk.counts["dropped_duplicate"] == 1, "the block that was stored again is younger"
+        assert desk.counts["recovered_blocks"] == 19
+    with Opened(log) as again:
+        assert again.loaded(range(22)) == list(range(22))
 
 
-def test_nothing_is_stored_early_where_a_first_page_is_lost(copy: Path) -> None:
-    sealed, unfinished = files(copy)
+def test_nothing_is_stored_early_where_a_first_page_is_lost(log: Path) -> None:
+    sealed, unfinished = files(log)
     patch(unfinished, 0, bytes(PAGE))
-    gate = Gate(sealed)
-    opened = Opened(copy, files=gate)
-    try:
-        refused = opened.tier.submit_store(opened.desk.store_batch([20], family()))
-        opened.desk.pump(0.2)
-        again = opened.tier.submit_store(opened.desk.store_batch([20], family()))
-        assert refused == again == Throttled("recovering", 0.1)
-    finally:
-        gate.proceed.set()
-    with opened as desk:
+    with Opened(log, drive=(drive := held_back(sealed)), settle=False) as desk:
+        for _ in range(2):
+            refused = desk.tier.submit_store(desk.store_batch([20], family()))
+            assert refused == Throttled("recovering", 0.1)
+            desk.idle()
+        let_go(drive)
         desk.store_all([20])
-        assert len(desk.load(range(21)).rows(Done)) == 21
-    with Opened(copy) as desk:
-        assert len(desk.load(range(21)).rows(Done)) == 21
+        assert desk.loaded(range(21)) == list(range(21))
+    with Opened(log) as desk:
+        assert desk.loaded(range(21)) == list(range(21))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.drive import Drive
 from support.tier_rig import FakeTier
 from support.tiers import Arena, Desk, family, keys_of
 
@@ -34,8 +35,9 @@ class Rig:
         self.upper = FakeTier([self.arena.bytes], 1 << 20, batch_blocks_max=64)
         self.lower = SharedTier([self.arena.bytes], 1 << 20, batch_blocks_max=64)
         self.chain = TierChain([self.upper, self.lower])
-        self.desk = Desk(self.chain, self.arena)
-        self.into_lower = Desk(self.lower, self.arena)
+        # Without a drive of their own, the tiers do all of it when they are polled.
+        self.desk = Desk(self.chain, self.arena, Drive())
+        self.into_lower = Desk(self.lower, self.arena, Drive())
 
     def have(self, upper: list[int], lower: list[int]) -> None:
         """Put blocks into the tiers."""
