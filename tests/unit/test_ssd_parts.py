@@ -9,16 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tier_doubles import DramTier, Throttling
-from support.tiers import NAMESPACE, Arena, family, key_of, keys_of
+from support.tiers import NAMESPACE, key_of, keys_of
 
 from kvhearth.model import Records
 from kvhearth_server.tiers.base import (
-    ADDRESS_DTYPE,
     Counts,
     Kind,
-    LoadBatch,
-    Throttled,
 )
 from kvhearth_server.tiers.ssd.directory import DirectoryHealth
 from kvhearth_server.tiers.ssd.index import ROW_DTYPE, KeyMap, SsdIndex
@@ -180,21 +176,3 @@ def test_pauses_after_failed_writes_grow_and_end() -> None:
     }
     health.write_done()
     assert health.problems(now) == {}
-
-
-def test_throttling_by_rate_and_by_batches() -> None:
-    arena, now = Arena(), [0.0]
-    tier = Throttling(
-        DramTier([arena.bytes], 1 << 20), clock=lambda: now[0], bytes_per_s=20_000, batches=2
-    )
-    batch = LoadBatch(family(), [b"k"], np.zeros((1, 1), ADDRESS_DTYPE))
-    assert isinstance(tier.submit_load(batch), int)
-    refused = tier.submit_load(batch)
-    assert refused == Throttled("rate", 0.5)
-    now[0] = 0.5
-    assert isinstance(tier.submit_load(batch), int)
-    now[0] = 1.0
-    assert tier.submit_load(batch) == Throttled("queue")
-    assert len(tier.poll()) == 2
-    assert isinstance(tier.submit_load(batch), int)
-    tier.close()
