@@ -93,6 +93,7 @@ class FakeDaemon:
         self.requests: dict[str, list[Any]] = defaultdict(list)
         self.answers: dict[str, deque[Answer]] = defaultdict(deque)
         self.welcome_changes = welcome
+        self._changed = threading.Condition()
         self._memory = [_memfd("segment", SEGMENT_BYTES), _memfd("generations", SLOTS * 4)]
         self.segment = mmap.mmap(self._memory[0], SEGMENT_BYTES)
         self.generations = mmap.mmap(self._memory[1], SLOTS * 4)
@@ -193,10 +194,22 @@ class FakeDaemon:
             while data := line.recv(65536):
                 for message in decoder.feed(data):
                     if message["kind"] == "bye":
-                        self.byes += 1
+                        self._count(byes=1)
                     elif not self.silent_attach:
                         welcomed = self._greet(line, Hello.from_message(message)) or welcomed
-        self.ended += welcomed
+        self._count(ended=welcomed)
+
+    def _count(self, *, byes: int = 0, ended: int = 0) -> None:
+        with self._changed:
+            self.byes += byes
+            self.ended += ended
+            self._changed.notify_all()
+
+    def wait_counts(self, *, byes: int, ended: int) -> None:
+        """Wait for so many goodbyes and ends of sessions since the start."""
+        with self._changed:
+            there = self._changed.wait_for(lambda: (self.byes, self.ended) == (byes, ended), HELD_S)
+        assert there, f"{self.byes} goodbyes, {self.ended} ends"
 
     def _greet(self, line: socket.socket, hello: Hello) -> bool:
         self.hellos.append(hello)

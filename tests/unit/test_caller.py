@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.scripted_clock import ScriptedClock
 
 from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.counters import Counters
@@ -141,13 +142,16 @@ def test_only_who_decides_has_a_link() -> None:
         assert refused(link).reason is Reason.NOT_SCHEDULER
 
 
-def test_after_three_silences_nothing_is_sent_for_a_while() -> None:
+def test_after_three_silences_nothing_is_sent_for_a_while(clock: ScriptedClock) -> None:
     line = Line()
     line.fails = Reason.DEADLINE
-    caller = caller_of(line)
+    caller = caller_of(line, clock=clock)
     for _ in range(5):
         refused(lambda: ask(caller))
     assert line.called == 3
+    clock.pass_time(60)
+    refused(lambda: ask(caller))
+    assert line.called == 4
 
 
 def test_an_answer_makes_the_breaker_forget() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from support.certificates import Authority
-from support.daemon import until
+from support.scripted_clock import ScriptedClock
 
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.link import RemoteSession, attach
 from kvhearth.url import RemoteUrl
@@ -115,6 +116,11 @@ def dropping(resume_s: float = WAIT_S) -> Talk:
     return talk
 
 
+def saying(message: dict[str, Any]) -> Talk:
+    """Return a script that says one thing and goes."""
+    return lambda peer: peer.say(message)
+
+
 def resuming(peer: Peer) -> None:
     """Resume the session."""
     assert peer.hear()["resume"] == "token-of-7"
@@ -122,9 +128,9 @@ def resuming(peer: Peer) -> None:
     peer.wait_end()
 
 
-def attached(script: Script, **options: Any) -> RemoteSession:
+def attached(script: Script, clock: Clock = REAL_TIME, **options: Any) -> RemoteSession:
     """Attach to a scripted gateway."""
-    session = attach(RemoteUrl("127.0.0.1", script.port, **options), HELLO)
+    session = attach(RemoteUrl("127.0.0.1", script.port, **options), HELLO, clock)
     assert isinstance(session, RemoteSession)
     return session
 
@@ -154,32 +160,23 @@ def test_attach_and_goodbye() -> None:
     assert heard == [{"kind": "bye"}]
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (refused(KVHearthError(Reason.PEER_NOT_ALLOWED, "no")), Reason.PEER_NOT_ALLOWED),
-        (refused(KVHearthError(Reason.TOO_MANY_SESSIONS, "no")), Reason.TOO_MANY_SESSIONS),
-        (WELCOME.to_message(), Reason.BAD_MESSAGE),
-        ({"kind": "gateway", "resume_s": 1}, Reason.BAD_MESSAGE),
-        ({}, Reason.BAD_MESSAGE),
-    ],
-)
-def test_other_answers(answer: dict[str, Any], reason: Reason) -> None:
-    script = Script(lambda peer: peer.say(answer))
-    assert refusal_of(script).reason is reason
+def test_other_answers() -> None:
+    cases: list[tuple[Talk, Reason]] = [
+        (saying(refused(KVHearthError(each, "no"))), each)
+        for each in (Reason.PEER_NOT_ALLOWED, Reason.TOO_MANY_SESSIONS)
+    ]
+    wrong = (WELCOME.to_message(), {"kind": "gateway", "resume_s": 1}, {})
+    cases += [(saying(message), Reason.BAD_MESSAGE) for message in wrong]
+    cases.append((lambda peer: None, Reason.DAEMON_AWAY))
+    found = [refusal_of(Script(talk)).reason for talk, _ in cases]
+    assert found == [reason for _, reason in cases]
 
 
 def test_nobody_answers() -> None:
-    went = threading.Event()
-    script = Script(lambda peer: went.wait(WAIT_S) and None)
+    script = Script(Peer.wait_end)
     assert refusal_of(script, attach_ms=50).reason is Reason.DEADLINE
-    went.set()
     script.end()
     assert refusal_of(script).reason is Reason.DAEMON_AWAY
-
-
-def test_a_connection_that_ends_at_attach() -> None:
-    assert refusal_of(Script(lambda peer: None)).reason is Reason.DAEMON_AWAY
 
 
 def test_the_secret_goes_to_the_gateway_and_into_no_message(tmp_path: Path) -> None:
@@ -199,11 +196,11 @@ def test_a_broken_life_line_is_resumed() -> None:
     script = Script(dropping(), dropping_resumed, resuming)
     session = attached(script)
     for _ in range(2):
-        until(lambda: _readable(session))
+        assert readable(session, WAIT_S)
         assert session.alive()
         session.mend()
         assert session.alive()
-    assert not _readable(session)
+    assert not readable(session)
     session.goodbye()
     script.end()
 
@@ -214,18 +211,19 @@ def dropping_resumed(peer: Peer) -> None:
     peer.say({"kind": "resumed"})
 
 
-def _readable(session: RemoteSession) -> bool:
+def readable(session: RemoteSession, wait_s: float = 0.0) -> bool:
+    """Whether the life line has something to read, as after its end; waits for that."""
     events = session._events
-    return events is not None and bool(events.poll(0))
+    return events is not None and bool(events.poll(wait_s * 1000))
 
 
 def test_a_refused_resumption_ends_the_session() -> None:
     gone = refused(KVHearthError(Reason.UNKNOWN_TOKEN, "no session has this token"))
-    script = Script(dropping(), lambda peer: peer.say(gone))
+    script = Script(dropping(), saying(gone))
     session = attached(script)
     retired: list[int] = []
     session.on_retired = lambda: retired.append(1)
-    until(lambda: _readable(session))
+    assert readable(session, WAIT_S)
     session.mend()
     assert not session.alive()
     assert retired
@@ -236,21 +234,25 @@ def test_a_refused_resumption_ends_the_session() -> None:
 def test_a_gateway_that_is_gone_ends_the_session() -> None:
     script = Script(dropping())
     session = attached(script)
-    until(lambda: _readable(session))
+    assert readable(session, WAIT_S)
     script.end()
     session.mend()
     assert not session.alive()
     session.close()
 
 
-def test_a_resumption_that_fails_is_tried_until_its_time_is_over() -> None:
-    script = Script(dropping(0.5), lambda peer: None, lambda peer: None)
-    session = attached(script)
-    until(lambda: _readable(session))
+def test_a_resumption_that_fails_is_tried_until_its_time_is_over(clock: ScriptedClock) -> None:
+    script = Script(dropping(5.0), lambda peer: None, lambda peer: None)
+    session = attached(script, clock)
+    assert readable(session, WAIT_S)
+    session.mend()
+    clock.pass_time(4.9)
     session.mend()
     assert session.alive()
-    until(lambda: not session.alive())
+    clock.pass_time(0.2)
+    assert not session.alive()
     session.close()
+    script.end()
 
 
 # -- TLS -------------------------------------------------------------------------------------------
@@ -271,11 +273,11 @@ def context(authority: Authority) -> ssl.SSLContext:
 def test_a_life_line_over_tls(authority: Authority, context: ssl.SSLContext) -> None:
     script = Script(dropping(), resuming, tls=context)
     session = attached(script, tls=True, ca=str(authority.path))
-    until(lambda: _readable(session))
+    assert readable(session, WAIT_S)
     session.mend()
     session.mend()  # tickets of TLS make it readable too
     assert session.alive()
-    assert not _readable(session)
+    assert not readable(session)
     session.goodbye()
     script.end()
 

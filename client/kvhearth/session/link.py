@@ -22,6 +22,7 @@ from functools import cached_property
 from logging import INFO
 from typing import Any
 
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.counters import log_event
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.native.table import Table
@@ -236,8 +237,10 @@ class RemoteSession(Session):
         url: RemoteUrl,
         terms: GatewayTerms,
         dialer: Dialer,
+        clock: Clock,
     ) -> None:
         super().__init__(welcome, life_line, [])
+        self._clock = clock
         self.terms = terms
         self.dialer = dialer
         self.on_retired: Callable[[], None] = lambda: None
@@ -254,8 +257,8 @@ class RemoteSession(Session):
             if not self._events.poll(0):
                 return True
             if self._broken_at is None:
-                self._broken_at = time.monotonic()
-            if time.monotonic() < self._broken_at + self.terms.resume_s:
+                self._broken_at = self._clock.now()
+            if self._clock.now() < self._broken_at + self.terms.resume_s:
                 return True
             self._retired = True
         self.on_retired()
@@ -338,9 +341,9 @@ def _only_tls(line: socket.socket) -> bool:
     return False
 
 
-def attach(url: DaemonUrl, hello: Hello) -> Session:
+def attach(url: DaemonUrl, hello: Hello, clock: Clock = REAL_TIME) -> Session:
     """Attach to the daemon at ``url``, on this host or by a gateway; waits at most
-    ``url.attach_ms``.
+    ``url.attach_ms``. The clock times how long a broken life line may be resumed.
 
     Raises:
         KVHearthError: the daemon's refusal with its details; ``daemon_away`` if no daemon listens
@@ -351,7 +354,7 @@ def attach(url: DaemonUrl, hello: Hello) -> Session:
     """
     if isinstance(url, UnixUrl):
         return _attach_local(url, hello)
-    return _attach_remote(url, hello)
+    return _attach_remote(url, hello, clock)
 
 
 def _attach_local(url: UnixUrl, hello: Hello) -> Session:
@@ -380,7 +383,7 @@ def _attach_local(url: UnixUrl, hello: Hello) -> Session:
         raise
 
 
-def _attach_remote(url: RemoteUrl, hello: Hello) -> RemoteSession:
+def _attach_remote(url: RemoteUrl, hello: Hello, clock: Clock) -> RemoteSession:
     deadline = time.monotonic() + url.attach_ms / 1000
     dialer = Dialer(url)
     opening = encode_frame(Identify(url.secret()).to_message()) + encode_frame(hello.to_message())
@@ -397,7 +400,7 @@ def _attach_remote(url: RemoteUrl, hello: Hello) -> RemoteSession:
             dialer.keepalive_s = terms.keepalive_s
             dialer.set_keepalive(line)
             line.setblocking(False)
-            return RemoteSession(welcome, line, url, terms, dialer)
+            return RemoteSession(welcome, line, url, terms, dialer, clock)
         except BaseException:
             # No copy ever began.
             _say_bye(line)
@@ -562,14 +565,14 @@ class Link:
         self.session.goodbye()
 
 
-def open_link(url: DaemonUrl, hello: Hello) -> Link:
+def open_link(url: DaemonUrl, hello: Hello, clock: Clock = REAL_TIME) -> Link:
     """Attach, open the arena if ``hello`` asks for it, and prepare the transport.
 
     Raises:
         KVHearthError: as ``attach``, ``arena.ArenaMapping`` and ``RemoteArena``; nothing stays open
             then.
     """
-    session = attach(url, hello)
+    session = attach(url, hello, clock)
     with contextlib.ExitStack() as undo:
         # No copy ever began: the daemon has nothing to wait for.
         undo.callback(session.goodbye)

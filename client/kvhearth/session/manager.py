@@ -497,7 +497,7 @@ class SessionManager:
 
     def _attach(self) -> float:
         try:
-            link = open_link(self._url, self._hello)
+            link = open_link(self._url, self._hello, self._clock)
         except KVHearthError as error:
             return self._attach_failed(error)
         self._held = link
