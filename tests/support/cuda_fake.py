@@ -124,6 +124,33 @@ class FakeCuda:
         self._random = random.Random(11)
         self._own = threading.local()
         self._threads: list[_Thread] = []
+        self._told = threading.Condition()
+        self._told_count = 0
+        self._still_count = 0
+
+    # -- tests -------------------------------------------------------------------------------------
+
+    def wait_for(self, predicate: Callable[[], object]) -> None:
+        """Wait until ``predicate()`` is true: asked after each poll and each registration."""
+        while True:
+            before = self._told_count
+            if predicate():
+                return
+            with self._told:
+                told = self._told.wait_for(
+                    lambda before=before: self._told_count != before, DEADLINE_S
+                )
+            assert told, "nothing happens"
+
+    def wait_still(self) -> None:
+        """Wait until three polls in a row found that no stream can go on."""
+        self._still_count = 0
+        self.wait_for(lambda: self._still_count >= 3)
+
+    def _tell(self) -> None:
+        with self._told:
+            self._told_count += 1
+            self._told.notify_all()
 
     # -- threads -----------------------------------------------------------------------------------
 
@@ -178,6 +205,7 @@ class FakeCuda:
             code = self._refuse(self.OUT_OF_MEMORY)
         if not code:
             self.registered[address] = size_bytes
+        self._tell()
         return code
 
     def host_unregister(self, address: int) -> int:
@@ -187,9 +215,9 @@ class FakeCuda:
             return code
         if self.copying or self.unfinished():
             self.unpinned_under_copies.append(address)
-        if self.registered.pop(address, None) is None:
-            return self._refuse(self.NOT_REGISTERED)
-        return 0
+        found = self.registered.pop(address, None)
+        self._tell()
+        return 0 if found is not None else self._refuse(self.NOT_REGISTERED)
 
     def is_registered(self, address: int) -> bool:
         self.call("cudaPointerGetAttributes")
@@ -230,7 +258,8 @@ class FakeCuda:
     def query(self, event: int) -> int:
         if code := self.call("cudaEventQuery"):
             return code
-        self.advance()
+        self._still_count = 0 if self.advance() else self._still_count + 1
+        self._tell()
         return 0 if self._events[event].passed else self._refuse(NOT_READY)
 
     def mark(self, index: int) -> object:

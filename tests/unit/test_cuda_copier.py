@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Iterator
@@ -12,11 +13,11 @@ import pytest
 import xxhash
 from support.arena_fake import GUARD_BYTE, FakeArena, summed
 from support.cuda_fake import FakeCuda, FakeDevice
-from support.daemon import until
+from support.scripted_clock import ScriptedClock
 
 from kvhearth.copiers import BlockFailure, CopyKind, Done, Ticket
 from kvhearth.copiers.batch import Batch
-from kvhearth.copiers.cuda import CudaCopier
+from kvhearth.copiers.cuda import REGISTERED_LOOK_S, CudaCopier
 from kvhearth.copiers.device import numa_node
 from kvhearth.copiers.methods import AUTO, FRAGMENT_BYTES, METHOD_ENV, CopyMethod, Rates
 from kvhearth.errors import KVHearthError, Reason
@@ -76,9 +77,22 @@ class Bench:
         digests = np.frombuffer(sums, np.uint8).reshape(-1, 16)
         return summed(self.arena.extents(slots), digests, flags)
 
-    def under_way(self) -> int:
-        """Return the number of portions under way."""
-        return sum(len(flight.under_way) for flight in self.copier._flights)
+    def stands(self, ticket: Ticket) -> bool:
+        """Whether a batch has not ended when no stream can go on."""
+        self.cuda.wait_still()
+        return self.copier.wait(ticket, 0) is None
+
+    def fill_window(self) -> None:
+        """Wait until two portions are under way, as many as the window takes."""
+        flights = self.copier._flights
+        self.cuda.wait_for(lambda: sum(len(flight.under_way) for flight in flights) == 2)
+
+    @contextlib.contextmanager
+    def other(self, **options: Any) -> Iterator[Any]:
+        """A second copier of the same pages, arena and device."""
+        copier = CudaCopier(PagedKV(list(self.base)), self.arena, device=self.device, **options)
+        yield copier
+        assert copier.close(DEADLINE_S)
 
     def close(self) -> None:
         self.cuda.held = self.cuda.engine_held = False
@@ -112,7 +126,7 @@ class TestOrder:
         bench.cuda.engine_held = True
         bench.cuda.engine(lambda: bench.base.fill_(9))
         ticket = bench.store([3, 7, 5], [1, 2, 3])
-        assert bench.copier.wait(ticket, 0.02) is None
+        assert bench.stands(ticket)
         assert bench.arena.untouched()
         bench.cuda.engine_held = False
         assert bench.outcome(ticket).ok.all()
@@ -124,7 +138,7 @@ class TestOrder:
         bench.cuda.engine_held = True
         bench.cuda.engine(bench.base.zero_)
         ticket = bench.load(extents, [6])
-        assert bench.copier.wait(ticket, 0.02) is None
+        assert bench.stands(ticket)
         bench.cuda.engine_held = False
         assert bench.outcome(ticket).ok.all()
         assert bench.page(6) == wanted
@@ -145,7 +159,7 @@ class TestOrder:
         bench.cuda.engine(lambda: bench.base.fill_(9))
         second = bench.store([1], [1])
         assert bench.outcome(first).ok.all()
-        assert bench.copier.wait(second, 0.02) is None
+        assert bench.stands(second)
         bench.cuda.engine_held = False
         assert bench.outcome(second).ok.all()
         assert bench.slot(1) == bytes([9] * PAGE_BYTES)
@@ -172,7 +186,7 @@ class TestOrder:
         extents = bench.stored([0])
         bench.cuda.held = True
         tickets = [bench.load(extents, [5]), bench.store([8], [1])]
-        assert bench.copier.wait(tickets[1], 0.02) is None
+        assert bench.stands(tickets[1])
         bench.cuda.held = False
         assert all(bench.outcome(ticket).ok.all() for ticket in tickets)
         assert (bench.page(5), bench.slot(1)) == wanted
@@ -187,7 +201,7 @@ class TestOrder:
         store = bench.store([8], [1])
         early, late = (store, load) if ends is CopyKind.STORE else (load, store)
         assert bench.outcome(early).ok.all()
-        assert bench.copier.wait(late, 0.02) is None
+        assert bench.stands(late)
         bench.cuda.held_streams.clear()
         assert bench.outcome(late).ok.all()
 
@@ -225,7 +239,7 @@ class TestPortions:
         bench.cuda.held = True
         storing = kind is CopyKind.STORE
         ticket = bench.store(pages, slots) if storing else bench.load(extents, pages)
-        until(lambda: bench.under_way() == 2)
+        bench.fill_window()
         bench.arena.bump(12)
         bench.cuda.held = False
         done = bench.outcome(ticket)
@@ -240,59 +254,55 @@ class TestPortions:
         assert found == wanted
 
     def test_copiers_of_one_device_share_its_window(self, bench: Bench) -> None:
-        kv = PagedKV(list(bench.base))
-        other = CudaCopier(kv, bench.arena, device=bench.device, method=bench.copier._wanted)
-        bench.cuda.held = True
-        first = bench.store([0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10])
-        until(lambda: bench.under_way() == 2)
-        second = other.store(BOOT, np.array([6]), bench.arena.extents([12]))
-        assert second is not None
-        assert other.wait(second, 0.02) is None
-        assert bench.cuda.under_way_max == 4 * PAGE_BYTES
-        bench.cuda.held = False
-        assert bench.outcome(first).ok.all()
-        done = other.wait(second, DEADLINE_S)
-        assert done is not None
-        assert done.ok.all()
-        assert other.close(DEADLINE_S)
+        with bench.other(method=bench.copier._wanted) as other:
+            bench.cuda.held = True
+            first = bench.store([0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10])
+            bench.fill_window()
+            second = other.store(BOOT, np.array([6]), bench.arena.extents([12]))
+            bench.cuda.wait_still()
+            assert other.wait(second, 0) is None
+            assert bench.cuda.under_way_max == 4 * PAGE_BYTES
+            bench.cuda.held = False
+            assert bench.outcome(first).ok.all()
+            assert other.wait(second, DEADLINE_S).ok.all()
 
-    def test_copiers_of_one_device_take_turns(self, make_bench: Callable[..., Bench]) -> None:
+    @pytest.mark.parametrize("gone", [False, True])
+    def test_copiers_of_one_device_take_turns(
+        self, make_bench: Callable[..., Bench], gone: bool
+    ) -> None:
         bench = make_bench()
-        other = CudaCopier(PagedKV(list(bench.base)), bench.arena, device=bench.device)
-        bench.cuda.held = True
-        first = bench.store(list(range(10)), list(range(10)))
-        until(lambda: bench.under_way() == 2)
-        second = other.store(BOOT, np.array([10]), bench.arena.extents([12]))
-        assert second is not None
-        until(lambda: other in bench.device._waiting[CopyKind.STORE])
-        bench.cuda.held = False
-        assert bench.outcome(first).ok.all()
-        assert other.wait(second, DEADLINE_S) is not None
-        sizes = [size for _, _, size in bench.cuda.submitted]
-        assert len(sizes) == 6
-        assert sizes.index(PAGE_BYTES) == 3, "the other copier's turn came late"
-        assert other.close(DEADLINE_S)
+        with bench.other() as other:
+            bench.cuda.held = True
+            first = bench.store(list(range(10)), list(range(10)))
+            bench.fill_window()
+            second = other.store(BOOT, np.array([10]), bench.arena.extents([12]))
+            bench.cuda.wait_for(lambda: other in bench.device._waiting[CopyKind.STORE])
+            if gone:
+                bench.arena.bump(12)
+            bench.cuda.held = False
+            assert bench.outcome(first).ok.all(), "who has nothing left gives up its turn"
+            assert other.wait(second, DEADLINE_S).ok.all() != gone
+            sizes = [size for _, _, size in bench.cuda.submitted]
+            turns = [number for number, size in enumerate(sizes) if size == PAGE_BYTES]
+            assert turns == ([] if gone else [3]), "the other copier's turn came late"
 
     def test_a_copier_that_fails_gives_up_its_turn(self, make_bench: Callable[..., Bench]) -> None:
         bench = make_bench()
-        other = CudaCopier(PagedKV(list(bench.base)), bench.arena, device=bench.device)
-        bench.cuda.held = True
-        first = bench.store(list(range(10)), list(range(10)))
-        until(lambda: bench.device._waiting[CopyKind.STORE])
-        bench.cuda.fail_call = "cudaEventQuery"
-        assert bench.outcome(first).reasons == {"copy_failed": 10}
-        bench.cuda.fail_call, bench.cuda.held = "", False
-        second = other.store(BOOT, np.array([10]), bench.arena.extents([12]))
-        assert second is not None
-        done = other.wait(second, DEADLINE_S)
-        assert done is not None
-        assert done.ok.all()
-        assert other.close(DEADLINE_S)
+        with bench.other() as other:
+            bench.cuda.held = True
+            first = bench.store(list(range(10)), list(range(10)))
+            bench.cuda.wait_for(lambda: bench.device._waiting[CopyKind.STORE])
+            bench.cuda.fail_call = "cudaEventQuery"
+            assert bench.outcome(first).reasons == {"copy_failed": 10}
+            bench.cuda.fail_call, bench.cuda.held = "", False
+            second = other.store(BOOT, np.array([10]), bench.arena.extents([12]))
+            assert other.wait(second, DEADLINE_S).ok.all()
 
     def test_close_waits_for_portions_that_were_not_submitted(self, bench: Bench) -> None:
         bench.cuda.held = True
         ticket = bench.store(list(range(8)), list(range(8)))
-        assert not bench.copier.close(0.02)
+        bench.fill_window()
+        assert not bench.copier.close(0)
         bench.cuda.held = False
         assert bench.copier.close(DEADLINE_S)
         assert bench.cuda.unfinished() == 0
@@ -347,7 +357,7 @@ class TestFailures:
         bench.cuda.fail_late = CALLS[CopyMethod(bench.copier._wanted)]
         bench.cuda.held = True
         ticket = bench.store(list(range(5)), list(range(5)))
-        assert bench.copier.wait(ticket, 0.02) is None, "copies issued before it may still run"
+        assert bench.stands(ticket), "copies issued before it may still run"
         assert len({size for _, _, size in bench.cuda.submitted}) == 1, "it went on after an error"
         bench.cuda.held = False
         assert bench.outcome(ticket).reasons == {"copy_failed": 5}
@@ -375,8 +385,8 @@ class TestVerification:
         ticket = bench.load(extents, [2, 3])
         assert summing.wait(10.0)
         assert bench.copier.poll() == [], "a load was reported before its checksums were compared"
-        assert bench.copier.wait(ticket, 0.02) is None
-        assert not bench.copier.close(0.02)
+        assert bench.copier.wait(ticket, 0) is None
+        assert not bench.copier.close(0)
         go.set()
         assert bench.outcome(ticket).ok.all()
         assert threading.get_ident() not in threads
@@ -430,20 +440,19 @@ class TestVerification:
 
 class TestMethods:
     def test_memory_that_is_not_registered_is_looped(
-        self, make_bench: Callable[..., Bench]
+        self, make_bench: Callable[..., Bench], clock: ScriptedClock
     ) -> None:
-        bench = make_bench(CopyMethod.KERNEL)
+        bench = make_bench(CopyMethod.KERNEL, clock=clock)
         (begin,), size_bytes = bench.cuda.registered, bench.arena.segments[0]
         bench.cuda.registered.clear()
         assert bench.outcome(bench.store([0], [0])).ok.all()
         assert {method for method, _, _ in bench.cuda.submitted} == {"loop"}
         bench.cuda.registered[begin] = size_bytes
 
-        def stored() -> bool:
-            bench.outcome(bench.store([0], [0]))
-            return bench.cuda.submitted[-1][0] == "kernel"
-
-        until(stored)
+        for look_s, method in ((0, "loop"), (REGISTERED_LOOK_S, "kernel")):
+            clock.pass_time(look_s)
+            assert bench.outcome(bench.store([0], [0])).ok.all()
+            assert bench.cuda.submitted[-1][0] == method
 
     def test_a_long_loop_gives_the_lock_away(
         self, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch

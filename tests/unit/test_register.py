@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.arena_fake import FakeArena
-from support.attached import url_of
+from support.attached import connected
 from support.cuda_fake import FakeCuda, FakeDevice
-from support.daemon import until
 from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract
+from support.scripted_clock import ScriptedClock
 from support.threads import left_since, own_threads
 
-from kvhearth.client import KVClient, connect
+from kvhearth.client import KVClient
+from kvhearth.copiers.base import ArenaView
 from kvhearth.copiers.device import (
     HUGEPAGE_BYTES,
     PIECE_BYTES,
@@ -85,10 +84,10 @@ def test_pieces_are_registered_once_they_are_populated(cuda: FakeCuda) -> None:
     base, span = arena.address(0), Span(arena.address(0), 5 << 20, 4096)
     arena.unpopulated.report(span, [0, 4096, (4 << 20) - 1, 5 << 20])
     registration = _begun(cuda, arena)
-    until(lambda: len(cuda.registered) == 3)
+    cuda.wait_for(lambda: len(cuda.registered) == 3)
     assert base not in cuda.registered
     arena.unpopulated.report(span, [(4 << 20) - 1, 4 << 20])
-    until(lambda: len(cuda.registered) == 5)
+    cuda.wait_for(lambda: len(cuda.registered) == 5)
     assert base + (2 << 20) not in cuda.registered
     assert not registration.wait(0)
     assert (registration.ready, registration.error) == (False, "")
@@ -104,7 +103,7 @@ def test_a_piece_without_memory_is_never_registered(cuda: FakeCuda) -> None:
     arena = _arena()
     arena.unpopulated.report(Span(arena.address(1), 5 << 20, 4096), [0, 4096])
     registration = _begun(cuda, arena)
-    until(lambda: len(cuda.registered) == 5)
+    cuda.wait_for(lambda: len(cuda.registered) == 5)
     assert registration.close(DEADLINE_S)
     assert len(cuda.calls) == 5
     assert cuda.registered == {}
@@ -140,17 +139,16 @@ def test_pieces_before_a_refused_one_stay_until_the_copies_have_ended(
     assert caplog.text.count(LOG_TEXT) == 1
 
 
-@pytest.mark.parametrize(
-    "call", ["cudaSetDevice", "cudaThreadExchangeStreamCaptureMode", "cudaHostRegister"]
-)
-def test_every_code_is_looked_at(cuda: FakeCuda, call: str) -> None:
-    cuda.fail_call = call
-    registration = _begun(cuda)
-    assert not registration.wait(DEADLINE_S)
-    assert f"{call}" in registration.error
-    assert "returned 2" in registration.error
-    assert cuda.registered == {}
-    assert registration.close(DEADLINE_S)
+def test_every_code_is_looked_at() -> None:
+    for call in ("cudaSetDevice", "cudaThreadExchangeStreamCaptureMode", "cudaHostRegister"):
+        cuda = FakeCuda()
+        cuda.fail_call = call
+        registration = _begun(cuda)
+        assert not registration.wait(DEADLINE_S)
+        assert f"{call}" in registration.error
+        assert "returned 2" in registration.error
+        assert cuda.registered == {}
+        assert registration.close(DEADLINE_S)
 
 
 def test_a_library_that_lacks_a_call(cuda: FakeCuda) -> None:
@@ -173,9 +171,9 @@ def test_a_refused_unregistration_leaves_no_error_behind(cuda: FakeCuda, call: s
 def test_closing_while_it_registers(cuda: FakeCuda) -> None:
     cuda.gate.clear()
     registration = _begun(cuda)
-    assert not registration.wait(0.01)
     assert cuda.stalled.wait(DEADLINE_S)
-    assert not registration.close(0.01)
+    assert not registration.wait(0)
+    assert not registration.close(0)
     cuda.gate.set()
     assert registration.close(DEADLINE_S)
     assert len(cuda.calls) == 1
@@ -183,11 +181,11 @@ def test_closing_while_it_registers(cuda: FakeCuda) -> None:
     assert (registration.ready, registration.error) == (False, "")
 
 
-@pytest.mark.parametrize("piece_bytes", [0, -HUGEPAGE_BYTES, 5000, 3 << 19, PIECE_BYTES_MAX * 2])
-def test_bad_pieces_are_refused(piece_bytes: int) -> None:
-    with pytest.raises(KVHearthError) as caught:
-        ArenaRegistration(_arena(), FakeCuda(), 0, piece_bytes=piece_bytes)
-    assert caught.value.reason is Reason.CONFIG_INVALID
+def test_bad_pieces_are_refused() -> None:
+    for piece_bytes in (0, -HUGEPAGE_BYTES, 5000, 3 << 19, PIECE_BYTES_MAX * 2):
+        with pytest.raises(KVHearthError) as caught:
+            ArenaRegistration(_arena(), FakeCuda(), 0, piece_bytes=piece_bytes)
+        assert caught.value.reason is Reason.CONFIG_INVALID
     assert 1 << 30 <= PIECE_BYTES <= PIECE_BYTES_MAX <= 2 << 30
 
 
@@ -203,18 +201,12 @@ def test_a_torch_without_cuda_is_said() -> None:
 def test_a_forked_child_leaves_the_registration_alone(cuda: FakeCuda) -> None:
     registration = _begun(cuda)
     assert registration.wait(DEADLINE_S)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(30)
-            assert not registration.wait(DEADLINE_S)
-            assert registration.close(DEADLINE_S)
-            assert len(cuda.registered) == 6
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    own, registration._worker.pid = registration._worker.pid, -1
+    assert registration._worker.foreign
+    assert not registration.wait(DEADLINE_S)
+    assert registration.close(DEADLINE_S)
+    assert len(cuda.registered) == 6
+    registration._worker.pid = own
     assert registration.close(DEADLINE_S)
 
 
@@ -223,7 +215,7 @@ class TestRegistrations:
         arena, shared = FakeArena(4096), Registrations(lambda: cuda)
         for user in ("a", "b"):
             shared.acquire(arena, user, cuda.device, lambda: None)
-        until(lambda: cuda.registered)
+        cuda.wait_for(lambda: cuda.registered)
         assert shared.release(arena, "a", DEADLINE_S)
         assert shared.release(arena, "a", DEADLINE_S)
         assert len(cuda.registered) == 1
@@ -235,7 +227,7 @@ class TestRegistrations:
         arena, shared = FakeArena(4096), Registrations(lambda: cuda)
         for index in (cuda.device, cuda.device + 1):
             shared.acquire(arena, index, index, lambda: None)
-        until(lambda: cuda.registered)
+        cuda.wait_for(lambda: cuda.registered)
         assert shared.release(arena, cuda.device, DEADLINE_S)
         assert cuda.registered
         assert shared.release(arena, cuda.device + 1, DEADLINE_S)
@@ -247,7 +239,7 @@ class TestRegistrations:
         for own in shared:
             own.acquire(arena, "a", 1, lambda: None)
         for cuda in processes:
-            until(lambda cuda=cuda: cuda.registered)
+            cuda.wait_for(lambda cuda=cuda: cuda.registered)
         assert shared[0].release(arena, "a", DEADLINE_S)
         assert [bool(cuda.registered) for cuda in processes] == [False, True]
         assert shared[1].release(arena, "a", DEADLINE_S)
@@ -256,7 +248,7 @@ class TestRegistrations:
         shared = Registrations(lambda: cuda)
         first, second = FakeArena(4096), FakeArena(4096)
         shared.acquire(first, "a", cuda.device, lambda: None)
-        until(lambda: cuda.registered)
+        cuda.wait_for(lambda: cuda.registered)
         cuda.gate.clear()
         with ThreadPoolExecutor(1) as threads:
             ending = threads.submit(shared.release, first, "a", DEADLINE_S)
@@ -270,9 +262,9 @@ class TestRegistrations:
     def test_what_does_not_end_in_time_is_asked_again(self, cuda: FakeCuda) -> None:
         arena, shared = FakeArena(4096), Registrations(lambda: cuda)
         shared.acquire(arena, "a", cuda.device, lambda: None)
-        until(lambda: cuda.registered)
+        cuda.wait_for(lambda: cuda.registered)
         cuda.gate.clear()
-        assert not shared.release(arena, "a", 0.01)
+        assert not shared.release(arena, "a", 0)
         cuda.gate.set()
         assert shared.release(arena, "a", DEADLINE_S)
         assert cuda.registered == {}
@@ -293,6 +285,15 @@ class TestRegistrations:
 # -- beside a client ---------------------------------------------------------------------------
 
 
+class _Impatient(Registrations):
+    """Waits for no unregistration while ``hurried``, since that takes real time."""
+
+    hurried = False
+
+    def release(self, arena: ArenaView, user: object, deadline_s: float) -> bool:
+        return super().release(arena, user, 0.0 if self.hurried else deadline_s)
+
+
 class _Gpu:
     """A rank with pages on the scripted GPU 0: its copiers take their device from the tensors."""
 
@@ -300,7 +301,7 @@ class _Gpu:
         self.client = client
         self.device = FakeDevice(cuda)
         self.kv = {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])}
-        self.registrations = Registrations(lambda: cuda)
+        self.registrations = _Impatient(lambda: cuda)
         self.copier_pool: list[CopierPool] = []
 
     def add_movers(self, make: CopierFactory | None = None) -> CopierPool:
@@ -327,52 +328,52 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 @pytest.fixture
-def gpu(daemon: FakeDaemon, tmp_path: Path) -> Iterator[_Gpu]:
+def gpu(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[_Gpu]:
     others, cuda = own_threads(), FakeCuda(device=0)
-    client = connect(url_of(tmp_path), small_contract(), engine_id="e")
-    assert client.wait_ready(DEADLINE_S)
-    gpu = _Gpu(client, cuda)
-    yield gpu
-    gpu.device.held = False
-    cuda.gate.set()
-    assert cuda.misuse == []
-    for copier_pool in gpu.copier_pool:
-        assert copier_pool.close(DEADLINE_S)
-    assert cuda.registered == {}
-    assert cuda.left_behind() == []
-    assert client.close(DEADLINE_S)
+    with connected(tmp_path, clock=clock) as client:
+        assert client.wait_ready(DEADLINE_S)
+        gpu = _Gpu(client, cuda)
+        yield gpu
+        gpu.device.held = False
+        cuda.gate.set()
+        assert cuda.misuse == []
+        for copier_pool in gpu.copier_pool:
+            assert copier_pool.close(DEADLINE_S)
+        assert cuda.registered == {}
+        assert cuda.left_behind() == []
     assert left_since(others) == []
 
 
-def test_an_arena_is_registered_from_the_attach_on(gpu: _Gpu, daemon: FakeDaemon) -> None:
+def test_an_arena_is_registered_from_the_attach_on(
+    gpu: _Gpu, clock: ScriptedClock, daemon: FakeDaemon
+) -> None:
     cuda = gpu.device.cuda
     gpu.add_movers()
     gpu.add_movers()
-    until(lambda: len(cuda.registered) == len(gpu.client.arena.segments))
+    cuda.wait_for(lambda: len(cuda.registered) == len(gpu.client.arena.segments))
     session = gpu.client.session_id
     daemon.drop_lines()
-    until(lambda: gpu.client.session_id not in ("", session))
-    until(lambda: len(cuda.calls) == 2 * len(gpu.client.arena.segments))
+    clock.until(lambda: gpu.client.session_id not in ("", session))
+    cuda.wait_for(lambda: len(cuda.calls) == 2 * len(gpu.client.arena.segments))
 
 
 def test_a_client_that_attaches_later(
     tmp_path: Path, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = connect(url_of(tmp_path), small_contract(), engine_id="e")
-    copier_pool = CopierPool(
-        client,
-        {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])},
-        registrations=Registrations(lambda: cuda),
-    )
     cuda.device, cuda.contexts, cuda.fail_at = 0, {0}, 1
-    assert cuda.calls == []
-    with running(tmp_path, small_contract()):
-        until(lambda: client.counters().get("registration_failed"))
-        assert copier_pool.copier(0, client.boot_id) is not None, "copies go on unregistered"
-        assert caplog.text.count(LOG_TEXT) == 1
-        assert client.counters()["registration_failed"] == 1
-        assert copier_pool.close(DEADLINE_S)
-        assert client.close(DEADLINE_S)
+    with connected(tmp_path) as client:
+        copier_pool = CopierPool(
+            client,
+            {0: PagedKV([np.zeros((8, PAGE_BYTES), np.uint8)])},
+            registrations=Registrations(lambda: cuda),
+        )
+        assert cuda.calls == []
+        with running(tmp_path, small_contract()):
+            client.clock.until(lambda: client.counters().get("registration_failed"))
+            assert copier_pool.copier(0, client.boot_id) is not None, "copies go on unregistered"
+            assert caplog.text.count(LOG_TEXT) == 1
+            assert client.counters()["registration_failed"] == 1
+            assert copier_pool.close(DEADLINE_S)
 
 
 def test_copies_go_on_while_the_arena_is_being_registered(gpu: _Gpu) -> None:
@@ -389,13 +390,13 @@ def test_copies_go_on_while_the_arena_is_being_registered(gpu: _Gpu) -> None:
     assert done.ok.all(), done.reasons
     assert not cuda.registered
     cuda.gate.set()
-    until(lambda: cuda.registered)
+    cuda.wait_for(lambda: cuda.registered)
 
 
 def test_an_engines_thread_does_not_wait_while_the_arena_is_unregistered(gpu: _Gpu) -> None:
     cuda, copier_pool = gpu.device.cuda, gpu.add_movers()
     boot_id = gpu.client.boot_id
-    until(lambda: cuda.registered)
+    cuda.wait_for(lambda: cuda.registered)
     assert copier_pool.copier(0, boot_id) is not None
     cuda.gate.clear()
     with ThreadPoolExecutor(1) as threads:
@@ -417,31 +418,35 @@ def test_an_engines_thread_does_not_wait_while_copies_end(gpu: _Gpu) -> None:
     assert ticket is not None
     with ThreadPoolExecutor(1) as threads:
         ending = threads.submit(copier_pool.drain, DEADLINE_S)
-        until(lambda: copier_pool.copier(0, boot_id) is None)
+        gpu.device.cuda.wait_for(lambda: copier_pool.copier(0, boot_id) is None)
         assert not ending.done(), "this thread has waited for it"
         gpu.device.held = False
         assert ending.result()
     assert copier.wait(ticket, DEADLINE_S) is not None
 
 
-def test_a_session_ends_only_after_its_arena_is_unregistered(gpu: _Gpu, daemon: FakeDaemon) -> None:
+def test_a_session_ends_only_after_its_arena_is_unregistered(
+    gpu: _Gpu, clock: ScriptedClock, daemon: FakeDaemon
+) -> None:
     cuda, client = gpu.device.cuda, gpu.client
     copier_pool = gpu.add_movers()
-    until(lambda: cuda.registered)
+    cuda.wait_for(lambda: cuda.registered)
+    gpu.registrations.hurried = True
     cuda.gate.clear()
     attaches = client.counters()["attaches"]
     daemon.drop_lines()
-    until(lambda: client.counters().get("drains_unfinished"))
+    clock.until(lambda: client.counters().get("drains_unfinished"))
     assert client.counters()["attaches"] == attaches
     assert copier_pool.copier(0, client.boot_id) is None
+    gpu.registrations.hurried = False
     cuda.gate.set()
-    until(lambda: client.counters()["attaches"] > attaches)
-    until(lambda: copier_pool.copier(0, client.boot_id) is not None)
+    clock.until(lambda: client.counters()["attaches"] > attaches)
+    clock.until(lambda: copier_pool.copier(0, client.boot_id) is not None)
 
 
 def test_copies_end_before_their_memory_is_unregistered(gpu: _Gpu) -> None:
     cuda, copier_pool, boot_id = gpu.device.cuda, gpu.add_cuda_movers(), gpu.client.boot_id
-    until(lambda: cuda.registered)
+    cuda.wait_for(lambda: cuda.registered)
     copier = copier_pool.copier(0, boot_id)
     assert copier is not None
     gpu.device.held = True

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvhearth import failpoints as faults
+from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.codec import Encoding
 from kvhearth.copiers.base import (
     VERIFY_FRACTION,
@@ -102,6 +103,7 @@ class CudaCopier(QueuedCopier):
         queue_max: most batches under way.
         piece_bytes: size of the pieces in which the arena is registered: no single copy crosses
             such a bound.
+        clock: times the looks at pieces that are not registered.
 
     Raises:
         KVHearthError: ``bad_contract`` if the tensors are not on a GPU or cannot be encoded,
@@ -121,6 +123,7 @@ class CudaCopier(QueuedCopier):
         seed: int | None = None,
         queue_max: int = 64,
         piece_bytes: int = PIECE_BYTES,
+        clock: Clock = REAL_TIME,
     ) -> None:
         if device is None and not kv.device.startswith("cuda"):
             raise KVHearthError(
@@ -140,7 +143,7 @@ class CudaCopier(QueuedCopier):
             self._descriptors = EncodedDescriptors(
                 kv, self._arena, piece_bytes, encoding, self._device
             )
-        self._registered = _Registered(self._device, self._arena, piece_bytes)
+        self._registered = _Registered(self._device, self._arena, piece_bytes, clock)
         self._verify_fraction = verify_fraction
         self._random = np.random.default_rng(seed)
         super().__init__(queue_max)
@@ -371,8 +374,11 @@ class _Registered:
     Registered pieces stay so until the copiers are closed: each is looked at until it is.
     """
 
-    def __init__(self, device: CopyDevice, arena: HeldArena, piece_bytes: int) -> None:
+    def __init__(
+        self, device: CopyDevice, arena: HeldArena, piece_bytes: int, clock: Clock
+    ) -> None:
         self._device = device
+        self._clock = clock
         pieces = [
             arena.bases[segment] + offset
             for segment, view in arena.views.items()
@@ -386,7 +392,7 @@ class _Registered:
         """Return whether all copies of a portion are in such pieces; called inside ``entered``."""
         if not self._missing:
             return True
-        copies, now = portion.copies, time.monotonic()
+        copies, now = portion.copies, self._clock.now()
         # No copy crosses from one piece into another.
         ours = copies.targets if kind is CopyKind.STORE else copies.sources
         at = np.unique(np.searchsorted(self._pieces, ours, "right")) - 1
