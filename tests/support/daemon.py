@@ -37,7 +37,11 @@ _NATIVE = {name: text for name, text in os.environ.items() if name == native.VAR
 
 
 def until(
-    condition: Callable[[], Any], what: str = "the condition", timeout_s: float = 20.0
+    condition: Callable[[], Any],
+    what: str = "the condition",
+    timeout_s: float = 20.0,
+    *,
+    pause_s: float = 0.01,
 ) -> Any:
     """Poll until ``condition()`` is true and return its value; fail after the timeout."""
     end = time.monotonic() + timeout_s
@@ -47,7 +51,7 @@ def until(
             return value
         if time.monotonic() > end:
             raise AssertionError(f"not within {timeout_s} s: {what}")
-        time.sleep(0.01)
+        time.sleep(pause_s)
 
 
 def free_port() -> int:

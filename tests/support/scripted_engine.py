@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,20 +186,16 @@ class ScriptedEngine:
         self.half.new_request(request)
         return request
 
-    def admit(
-        self, request: ScriptedRequest, local_tokens: int = 0, timeout_s: float = 20.0
-    ) -> int:
+    def admit(self, request: ScriptedRequest, local_tokens: int = 0) -> int:
         """Look a request up until there is an answer, and allocate. Return the tokens that are
         loaded.
         """
-        end = time.monotonic() + timeout_s
-        while True:
+
+        def answer() -> list[int]:
             tokens = self.half.matched(request, local_tokens)
-            if tokens is not None:
-                break
-            self.step({})
-            assert time.monotonic() < end, "no answer, not even a miss"
-            time.sleep(0.001)
+            return [] if tokens is None else [tokens]
+
+        [tokens] = self._step_until(answer, "an answer, if only a miss")
         if not request.tables:
             request.tables = tuple(
                 self.pool.take(-(-request.num_tokens // one.block_tokens))
@@ -215,13 +210,9 @@ class ScriptedEngine:
             self.loading.add(request.request_id)
         return tokens
 
-    def wait_loaded(self, request: ScriptedRequest, timeout_s: float = 20.0) -> bool:
+    def wait_loaded(self, request: ScriptedRequest) -> bool:
         """Step until the load has ended. Return whether it succeeded."""
-        end = time.monotonic() + timeout_s
-        while request.request_id in self.loading:
-            self.step({})
-            assert time.monotonic() < end, "a load never ends"
-            time.sleep(0.001)
+        self._step_until(lambda: request.request_id not in self.loading, "the end of a load")
         return request.outcome == "loaded"
 
     def prefill(self, request: ScriptedRequest, tokens: int | None = None) -> None:
@@ -291,6 +282,17 @@ class ScriptedEngine:
             self.counts[name] = self.counts.get(name, 0) + value
         return meta
 
+    def _step_until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Step until ``condition()`` is true, and return its value."""
+
+        def stepped() -> Any:
+            value = condition()
+            if not value:
+                self.step({})
+            return value
+
+        return until(stepped, what, pause_s=0.001)
+
     def find_table(self, request_id: str) -> BlockTable:
         """Return a copy of a request's block table, and count the calls."""
         self.tables_asked += 1
@@ -307,11 +309,7 @@ class ScriptedEngine:
 
     def settle(self) -> None:
         """Step until all stores are reported and committed."""
-        end = time.monotonic() + 20
-        while self.half.has_work:
-            self.step({})
-            assert time.monotonic() < end, "a store never ends"
-            time.sleep(0.001)
+        self._step_until(lambda: not self.half.has_work, "the end of all stores")
         assert self.half._stores.drain(20)
         self.half._block_refs.check_books()
 

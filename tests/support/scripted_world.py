@@ -7,7 +7,6 @@ early is detected when it is loaded.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,10 +123,8 @@ class World:
             return False
         request, half = one.request, self.engine.half
         hashes = hashes_of(one.text, request.num_tokens)
-        end = time.monotonic() + ANSWER_S
-        ours = None
-        while ours is None:
-            assert time.monotonic() < end, "no answer, not even a miss"
+
+        def answer() -> tuple[int, int] | None:
             self.step({})
             local = 0
             while (
@@ -135,6 +132,9 @@ class World:
             ):
                 local += 1
             ours = half.matched(request, local * BLOCK_TOKENS)
+            return None if ours is None else (local, ours)
+
+        local, ours = until(answer, "an answer, if only a miss", pause_s=0)
         theirs = min(self.sibling_has.get(one.text, 0), request.num_tokens - 1)
         theirs = max(theirs // BLOCK_TOKENS - local, 0) * BLOCK_TOKENS
         if theirs and (self._sibling_first or not ours):
@@ -301,14 +301,15 @@ class World:
         [worker] = self.engine.workers
         worker.start_loads(meta)
         worker.start_stores(meta)
-        end = time.monotonic() + ANSWER_S
-        while True:
+
+        def ended() -> bool:
             loaded, failed = worker.results()
             self._ended |= loaded
             self._lost |= failed
-            if not worker._loads and not worker._stores:
-                return worker.report()
-            assert time.monotonic() < end, "copies never end"
+            return not worker._loads and not worker._stores
+
+        until(ended, "the end of the copies", pause_s=0)
+        return worker.report()
 
     def ours_done(self, name: str) -> None:
         """Report our load of a request as ended in the next step."""
@@ -466,12 +467,14 @@ class World:
                 self.abort(name)
         for name in list(self.live):
             self.sibling_done(name, "request")
-        end = time.monotonic() + ANSWER_S
-        while self.live or self._steps:
+
+        def ended() -> bool:
             self.step({})
             for name in list(self._ended):
                 self.ours_done(name)
-            assert time.monotonic() < end, f"left: {[one.status for one in self.live.values()]}"
+            return not self.live and not self._steps
+
+        until(ended, "the end of all requests", pause_s=0)
         self.engine.settle()
         assert self.engine.pool.held == 0, f"{self.engine.pool.held} references are left"
         loaded = sum(self._read(text, tokens) for text in texts)
