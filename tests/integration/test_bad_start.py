@@ -103,6 +103,19 @@ def test_bad_settings() -> None:
         assert "--message-bytes-max: '100'" in words
 
 
+def test_settings_at_their_bounds_start() -> None:
+    """Valid ones that a conversion further on may not take."""
+    forever = "9" * 300
+    bounds: dict[str, object] = {
+        **{"held_fraction_max": 1e-320, "stock_fraction_max": 1e-320, "pins_max": 65535},
+        **{"message_bytes_max": 1 << 30, "sessions_max": 65536, "namespaces_max": 1 << 20},
+        **{"attach_timeout_s": forever, "drain_timeout_s": forever, "drain_grace_s": forever},
+        **{"switch_interval_s": "0.0000000001", "sum_threads": 64, "http": "localhost:0"},
+    }
+    with running_daemon(arena=False, **bounds) as daemon:
+        assert daemon.terminate() == 0, daemon.log_tail()
+
+
 # -- other daemons -------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.entry_point import kvhearth
 from support.http_door import ANY_PORT, ask, scraped
 from support.raw_door import RawSession, raw_contract
 
@@ -99,11 +102,6 @@ def test_health_needs_no_token(run: Run, daemon: Daemon) -> None:
         "degraded": [],
         "doors_shut": [],
     }
-    # the command of a container's HEALTHCHECK
-    words = [sys.executable, "-m", "kvhearth_server.cli.app", "health"]
-    environ = os.environ | {"KVHEARTH_SOCKET_DIR": str(daemon.socket_dir)}
-    done = subprocess.run(words, env=environ, capture_output=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"serving\n", b"")
 
 
 def test_ls(run: Run, engine: Engine) -> None:
@@ -289,21 +287,41 @@ def test_why_a_key_of_an_old_epoch_is_a_miss(run: Run, engine: Engine) -> None:
     assert "not served" in reported(run, "explain", KEYS[0].hex())
 
 
+PARSED = """
+import os, sys
+from kvhearth.url import parse_url
+for text in (sys.argv[1], "/" + chr(0xE4), "/%C3%A4"):
+    for calls in ("frames", "grpc"):
+        url = parse_url(f"kvhearth+unix://{text}?calls={calls}")
+        assert os.fsencode(url.socket_dir) == b"/\\xc3\\xa4", url
+        assert url.grpc_target.encode() == b"unix:/\\xc3\\xa4/grpc.sock", url
+os.environ["XDG_RUNTIME_DIR"] = os.getcwd()
+os.geteuid = lambda: 61000
+assert os.fsencode(parse_url("kvhearth+unix:").socket_dir) == os.getcwdb() + b"/kvhearth"
+"""
+
+
 def test_a_path_that_is_not_ascii_in_an_ascii_locale(tmp_path: Path) -> None:
     """From a terminal that can show none of it, too."""
     names = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment = {**os.environ, **names, "PYTHONIOENCODING": "ascii"}
     place = tmp_path / "ä"
-    command = [sys.executable, "-m", "kvhearth_server.cli.app"]
+    place.mkdir()
 
-    def say(*words: str) -> tuple[int, str]:
+    def python(*words: str) -> tuple[int, str]:
+        command = [sys.executable, *words]
         done = subprocess.run(
-            [*command, *words], capture_output=True, env=environment, check=False, timeout=60
+            command, capture_output=True, env=environment, cwd=place, check=False, timeout=60
         )
         text = (done.stdout + done.stderr).decode()
-        assert "Traceback" not in text, text
         return done.returncode, text
 
+    def say(*words: str) -> tuple[int, str]:
+        code, text = python("-m", "kvhearth_server.cli.app", *words)
+        assert "Traceback" not in text, text
+        return code, text
+
+    assert python("-c", PARSED, "/ä") == (0, "")
     assert say("init", "--dir", str(place))[0] == 0
     with stopped_daemon(arena=False, starter=harness.SERVE) as daemon:
         daemon.environment = environment
@@ -319,6 +337,62 @@ def test_a_path_that_is_not_ascii_in_an_ascii_locale(tmp_path: Path) -> None:
     assert "not UTF-8" in text
 
 
+ENDING = """
+import atexit, threading
+atexit.register(print, "at its end")
+threading.Thread(target=threading.Event().wait).start()
+"""
+"""Statements before a command: a thread that never ends, as a library may leave one."""
+
+
+@cases(("words", "code"), [(["--version"], 0), (["stat"], 1), (["nothing"], 2)])
+def test_a_command_ends_with_its_code_and_all_that_it_printed(
+    tmp_path: Path, words: list[str], code: int
+) -> None:
+    done = kvhearth(*words, prelude=ENDING, KVHEARTH_SOCKET_DIR=str(tmp_path))
+    assert done.returncode == code, done.stderr
+    *printed, last = done.stdout.splitlines()
+    assert last == "at its end"
+    assert bool(printed) == (code == 0) == (not done.stderr)
+
+
+def test_completion_in_a_real_bash(tmp_path: Path) -> None:
+    """Installs completion as the help says, into a temporary home, and presses Tab."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+    }
+    script = """
+    kvhearth --install-completion bash >/dev/null
+    . "$HOME/.bashrc"
+    ask() {
+      COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _kvhearth_completion kvhearth
+      echo "${COMPREPLY[@]}"
+    }
+    ask kvhearth e
+    ask kvhearth config s
+    ask kvhearth health --w
+    """
+    environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
+    done = subprocess.run(
+        [bash, "--norc", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    assert [sorted(line.split()) for line in done.stdout.splitlines()] == [
+        ["events", "evict", "explain"],
+        ["sample", "show"],
+        ["--wait"],
+    ]
+
+
 def test_drain_then_gone(capsys: pytest.CaptureFixture[str]) -> None:
     with running_daemon(arena=False) as daemon:
         words = ["drain", "--wait", "5", "--json", "--socket-dir", str(daemon.socket_dir)]
@@ -332,12 +406,8 @@ def test_drain_then_gone(capsys: pytest.CaptureFixture[str]) -> None:
         until(lambda: app.run(words) == 1, "probes hear that it drains", 10)
         assert "the daemon drains" in capsys.readouterr().err
         daemon.kill()
-        for verb in (["stat"], ["health"], ["top"]):
-            assert app.run([*verb, "--socket-dir", str(daemon.socket_dir)]) == 1
-            out, err = capsys.readouterr()
-            assert out == ""
-            assert err.startswith("kvhearth: error: no daemon answers at ")
-            assert len(err.splitlines()) == 1
+        assert app.run(["top", "--socket-dir", str(daemon.socket_dir)]) == 1
+        assert "no daemon answers at" in capsys.readouterr().err
 
 
 def test_health_waits_for_a_daemon_that_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,28 +83,3 @@ def test_the_cache_is_on_shared_memory_where_there_is_room(ordinary: Path) -> No
 def test_a_daemon_with_a_socket_directory_gets_no_arena_unasked(ordinary: Path) -> None:
     """Two daemons of a user would meet in it."""
     assert load_settings({"socket_dir": "/s"}) == Settings(socket_dir="/s")  # type: ignore[arg-type]
-
-
-IN_AN_ASCII_LOCALE = """
-import os, sys
-from kvhearth.url import parse_url
-told = sys.argv[1]
-for text in (told, "/" + chr(0xE4), "/%C3%A4"):
-    for calls in ("frames", "grpc"):
-        url = parse_url(f"kvhearth+unix://{text}?calls={calls}")
-        assert os.fsencode(url.socket_dir) == b"/\\xc3\\xa4", url
-        assert url.grpc_target.encode() == b"unix:/\\xc3\\xa4/grpc.sock", url
-os.environ["XDG_RUNTIME_DIR"] = os.getcwd()
-os.geteuid = lambda: 61000
-assert os.fsencode(parse_url("kvhearth+unix:").socket_dir) == os.getcwdb() + b"/kvhearth"
-"""
-
-
-@pytest.mark.realtime("a locale is a process's")
-def test_a_path_that_is_not_ascii_in_an_ascii_locale(tmp_path: Path) -> None:
-    folder = tmp_path / "ä"
-    folder.mkdir()
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    environment = {**os.environ, **ascii_only}
-    program = [sys.executable, "-c", IN_AN_ASCII_LOCALE, "/ä"]
-    subprocess.run(program, env=environment, cwd=folder, check=True, timeout=60)

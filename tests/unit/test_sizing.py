@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.core_kit import refused
 
 from kvhearth.errors import Reason
@@ -51,9 +52,9 @@ def table() -> str:
     return "\n".join(rows)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_bytes_per_token_of_public_models(name: str) -> None:
-    assert model_kv(MODELS[name]).bytes_per_token == BYTES_PER_TOKEN[name]
+def test_bytes_per_token_of_public_models() -> None:
+    found = {name: model_kv(config).bytes_per_token for name, config in MODELS.items()}
+    assert found == BYTES_PER_TOKEN
 
 
 def test_the_table_of_the_page_is_what_the_calculator_says() -> None:
@@ -69,7 +70,7 @@ def test_windows_load_their_last_tokens() -> None:
     assert (gemma.full_layers, gemma.sliding_layers) == (10, 52)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "full", "sliding", "state"),
     [
         ({"layer_types": ["full_attention", "linear_attention"]}, 16, 0, 16),
@@ -87,7 +88,7 @@ def test_kinds_of_layers(changes: dict[str, Any], full: int, sliding: int, state
     assert kv.bytes_per_token == (full + sliding) * 4096
 
 
-@pytest.mark.parametrize(
+@cases(
     ("changes", "attention", "layer_bytes"),
     [
         ({"num_key_value_heads": 32}, "mha", 16384),
@@ -116,7 +117,7 @@ def test_dtypes_codecs_and_ranks() -> None:
             model_kv(LLAMA, **wrong)
 
 
-@pytest.mark.parametrize(
+@cases(
     "config",
     [
         {},
@@ -142,8 +143,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert app.run([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["memory_gib"], found["ssd_gib"]) == (32, 0)
-
-
-def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["size", "--model", "none.json"]) == app.EXIT_CONFIG
     assert "kvhearth: error: " in capsys.readouterr().err
