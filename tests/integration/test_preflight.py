@@ -28,7 +28,6 @@ from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_S = 30.0
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
-Prepare = Callable[[Daemon, Path, contextlib.ExitStack], None]
 
 
 def listing(*folders: Path | None) -> list[str]:
@@ -69,139 +68,79 @@ def happened(daemon: Daemon) -> int:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def as_it_is(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    """Leaves everything as it is: the start succeeds."""
+class World:
+    """A daemon that has not started, and a folder, in which something is made wrong."""
 
+    def __init__(self, daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
+        self.daemon, self.folder, self._undo = daemon, folder, undo
 
-def setting(**values: object) -> Prepare:
-    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        daemon.settings.update(values)
+    def set(self, **values: object) -> None:
+        self.daemon.settings.update(values)
 
-    return prepare
+    def arena_at(self, name: str, make: Callable[[Path], object] | None = None) -> None:
+        self.daemon.arena_dir = self.folder / name
+        if make:
+            make(self.daemon.arena_dir)
 
+    def arena_on(self, kind: str, options: str, name: str = ".", **values: object) -> None:
+        self.daemon.arena_dir = self._mounted(kind, options) / name
+        self.set(**values)
 
-def arena_at(name: str, make: Callable[[Path], object], **values: object) -> Prepare:
-    """Prepares an arena directory below the test's own."""
+    def earlier_arena(self, **values: object) -> Path:
+        """Leave an arena on tmpfs, and return its directory."""
+        self.daemon.arena_dir = folder = self._undo.enter_context(tmpfs_directory())
+        self._start_once()
+        self.set(**values)
+        return folder
 
-    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        make(folder / name)
-        daemon.arena_dir = folder / name
-        daemon.settings.update(values)
+    def new_arena(self, name: str = ".", mode: int = 0o700) -> None:
+        folder = self._undo.enter_context(tmpfs_directory())
+        folder.chmod(mode)
+        self.daemon.arena_dir = folder / name
 
-    return prepare
+    def arena_in_use(self) -> None:
+        self.daemon.arena_dir = self._undo.enter_context(running_daemon()).arena_dir
 
+    def drives(self, *names: str, mode: int = 0o700) -> Path:
+        """Give the daemon SSD directories, of which the folder has ``drive`` and ``same``."""
+        (self.folder / "drive").mkdir(mode=0o700)
+        (self.folder / "drive").chmod(mode)
+        (self.folder / "same").symlink_to(self.folder / "drive")
+        (self.folder / "file").touch()
+        self.set(ssd_dirs=[f"{self.folder / name}=300MiB" for name in names])
+        return self.folder / names[0]
 
-def arena_mounted(kind: str, options: str, name: str = ".", **values: object) -> Prepare:
-    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        daemon.arena_dir = undo.enter_context(mounted(kind, options, folder / "mount")) / name
-        daemon.settings.update(values)
+    def drive_on(self, options: str, name: str = ".") -> None:
+        self.set(ssd_dirs=[f"{self._mounted('tmpfs', options) / name}=300MiB"])
 
-    return prepare
+    def foreign_head(self) -> None:
+        folder = self.drives("drive")
+        self._start_once()
+        given_to_nobody(folder / SUPERBLOCK_NAME)
 
+    def port_in_use(self) -> None:
+        taken = self._undo.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.set(http=f"127.0.0.1:{taken.getsockname()[1]}")
 
-def ssd_at(*names: str, size: str = "300MiB") -> Prepare:
-    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        (folder / "drive").mkdir(exist_ok=True)
-        (folder / "file").touch()
-        daemon.settings["ssd_dirs"] = [f"{folder / name}={size}" for name in names]
+    def sockets_in_use(self) -> None:
+        self.daemon.socket_dir = self._undo.enter_context(running_daemon(arena=False)).socket_dir
 
-    return prepare
+    def sockets_at(self, path: str) -> None:
+        (self.folder / "file").touch()
+        self.daemon.socket_dir = self.folder / path
 
+    def own_sockets(self, below: str = ".", mode: int = 0o700) -> Path:
+        """Make the socket directory, and return it."""
+        (self.daemon.socket_dir / below).mkdir(parents=True, exist_ok=True)
+        self.daemon.socket_dir.chmod(mode)
+        return self.daemon.socket_dir
 
-def ssd_mounted(options: str, name: str = ".") -> Prepare:
-    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        place = undo.enter_context(mounted("tmpfs", options, folder / "mount")) / name
-        daemon.settings["ssd_dirs"] = [f"{place}=300MiB"]
+    def _mounted(self, kind: str, options: str) -> Path:
+        return self._undo.enter_context(mounted(kind, options, self.folder / "mount"))
 
-    return prepare
-
-
-def ssd_by_two_names(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    (folder / "kv").mkdir()
-    (folder / "other").symlink_to(folder / "kv")
-    daemon.settings["ssd_dirs"] = [f"{folder / name}=300MiB" for name in ("kv", "other")]
-
-
-def http_in_use(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    taken = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
-    daemon.settings["http"] = f"127.0.0.1:{taken.getsockname()[1]}"
-
-
-def sockets_in_use(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    daemon.socket_dir = undo.enter_context(running_daemon(arena=False)).socket_dir
-
-
-def sockets_at(path: Path) -> Prepare:
-    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        daemon.socket_dir = path
-
-    return prepare
-
-
-def sockets_below_a_file(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    (folder / "file").touch()
-    daemon.socket_dir = folder / "file" / "s"
-
-
-def socket_is_a_directory(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    (daemon.socket_dir / "attach.sock").mkdir(parents=True)
-
-
-def arena_in_use(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    daemon.arena_dir = undo.enter_context(running_daemon()).arena_dir
-
-
-def earlier_arena(**values: object) -> Prepare:
-    def prepare(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-        daemon.arena_dir = undo.enter_context(tmpfs_directory())
-        daemon.start()
-        daemon.kill()
-        daemon.settings.update(values)
-
-    return prepare
-
-
-def open_arena(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    daemon.arena_dir = undo.enter_context(tmpfs_directory())
-    daemon.arena_dir.chmod(0o777)
-
-
-def missing_arena(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    daemon.arena_dir = undo.enter_context(tmpfs_directory()) / "arena"
-
-
-def foreign_arena(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    daemon.arena_dir = undo.enter_context(tmpfs_directory())
-    given_to_nobody(daemon.arena_dir)
-
-
-def foreign_catalogue(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    earlier_arena()(daemon, folder, undo)
-    assert daemon.arena_dir is not None
-    given_to_nobody(daemon.arena_dir / CATALOGUE_NAME)
-
-
-def open_sockets(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    daemon.socket_dir.mkdir(parents=True, exist_ok=True)
-    daemon.socket_dir.chmod(0o770)
-
-
-def foreign_sockets(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    daemon.socket_dir.mkdir(parents=True, exist_ok=True)
-    given_to_nobody(daemon.socket_dir)
-
-
-def open_drive(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    ssd_at("drive/kv")(daemon, folder, undo)
-    (folder / "drive/kv").mkdir()
-    (folder / "drive/kv").chmod(0o777)
-
-
-def foreign_head(daemon: Daemon, folder: Path, undo: contextlib.ExitStack) -> None:
-    ssd_at("drive/kv")(daemon, folder, undo)
-    daemon.start()
-    daemon.kill()
-    given_to_nobody(folder / "drive/kv" / SUPERBLOCK_NAME)
+    def _start_once(self) -> None:
+        self.daemon.start()
+        self.daemon.kill()
 
 
 def given_to_nobody(path: Path) -> None:
@@ -210,71 +149,73 @@ def given_to_nobody(path: Path) -> None:
     os.chown(path, 65534, 65534)
 
 
-# What is wrong, the exit status, and texts of the last line.
+# What makes the world so, the exit status, and texts of the last line.
 CASES: dict[str, tuple[Any, ...]] = {
-    "nothing is wrong": (as_it_is, 0),
-    "an arena on tmpfs": (earlier_arena(), 0),
-    "an arena directory that is not there": (arena_at("no", lambda path: None), 3),
+    "nothing is wrong": (lambda w: w.set(), 0),
+    "an arena on tmpfs": (lambda w: w.earlier_arena(), 0),
     "an arena directory without a parent": (
-        *(arena_at("no/arena", lambda path: None), 3),
-        *("arena_dir", "create it"),
+        *(lambda w: w.arena_at("no/arena"), 3, "arena_dir", "create it"),
     ),
-    "an arena directory that is a file": (arena_at("file", Path.touch), 3, "arena_dir"),
-    "an arena directory of too long a name": (arena_at("x" * 300, lambda path: None), 3),
+    "an arena directory that is a file": (lambda w: w.arena_at("file", Path.touch), 3, "arena_dir"),
+    "an arena directory of too long a name": (lambda w: w.arena_at("x" * 300), 3),
     "a hugetlbfs that is not mounted": (
-        *(arena_at("huge", Path.mkdir), 3),
+        *(lambda w: w.arena_at("huge", Path.mkdir), 3),
         *("neither on hugetlbfs nor on tmpfs", "/huge"),
     ),
-    "a read-only arena directory": (arena_mounted("tmpfs", "ro,size=64m"), 3),
+    "a read-only arena directory": (lambda w: w.arena_on("tmpfs", "ro,size=64m"), 3),
     "an arena directory to be made on a read-only tmpfs": (
-        arena_mounted("tmpfs", "ro,size=64m", "arena"),
-        3,
+        *(lambda w: w.arena_on("tmpfs", "ro,size=64m", "arena"), 3),
     ),
-    "a tmpfs without room for the catalogue": (arena_mounted("tmpfs", "size=30m"), 3),
-    "a tmpfs with room for all": (arena_mounted("tmpfs", "size=64m"), 0),
-    "hugetlbfs without a page": (arena_mounted("hugetlbfs", "pagesize=2M", hugepages="prefer"), 3),
-    "hugetlbfs with huge pages off": (arena_mounted("hugetlbfs", "pagesize=2M"), 3),
+    "a tmpfs without room for the catalogue": (lambda w: w.arena_on("tmpfs", "size=30m"), 3),
+    "a tmpfs with room for all": (lambda w: w.arena_on("tmpfs", "size=64m"), 0),
+    "hugetlbfs without a page": (
+        *(lambda w: w.arena_on("hugetlbfs", "pagesize=2M", hugepages="prefer"), 3),
+    ),
+    "hugetlbfs with huge pages off": (lambda w: w.arena_on("hugetlbfs", "pagesize=2M"), 3),
     "required huge pages that are not there": (
-        *(setting(hugepages="require"), 3),
-        *("pages of 2MiB are free", "run: "),
+        *(lambda w: w.set(hugepages="require"), 3, "pages of 2MiB are free", "run: "),
     ),
     "required huge pages on tmpfs": (
-        *(earlier_arena(hugepages="require"), 3),
+        *(lambda w: w.earlier_arena(hugepages="require"), 3),
         *("huge pages are required", "/dev/hugepages"),
     ),
-    "more memory than there is": (setting(memory="64TiB", slab_bytes="64MiB"), 3),
-    "an arena of less memory": (earlier_arena(memory="32MiB"), 0),
-    "an arena of another geometry": (earlier_arena(slab_bytes="4MiB"), 3),
-    "discarding an arena": (earlier_arena(slab_bytes="4MiB", discard_arena=True), 0),
-    "an arena directory that the daemon makes": (missing_arena, 0),
-    "an arena directory that others may write to": (open_arena, 3),
-    "another user's arena directory": (foreign_arena, 3),
-    "another user's catalogue": (foreign_catalogue, 3),
-    "another user's SSD directory file": (foreign_head, 3),
-    "an SSD directory that others may write to": (open_drive, 3),
-    "a socket directory that a group may write to": (open_sockets, 1),
-    "another user's socket directory": (foreign_sockets, 1),
-    "an arena that is in use": (arena_in_use, 3),
-    "a good SSD directory": (ssd_at("drive/kv"), 0),
-    "an SSD directory without a parent": (ssd_at("no/kv"), 3),
-    "an SSD directory that is a file": (ssd_at("file"), 3),
-    "an SSD directory of too long a name": (ssd_at("x" * 300), 3),
-    "one SSD directory of two": (ssd_at("no/kv", "drive/kv"), 0),
-    "SSD directories that are one": (ssd_by_two_names, 2),
-    "a drive with too little room": (ssd_mounted("size=16m"), 0),
-    "a read-only drive": (ssd_mounted("ro,size=128m"), 3),
-    "an SSD directory to be made on a read-only drive": (ssd_mounted("ro,size=128m", "kv"), 3),
-    "an HTTP port that is in use": (http_in_use, 1),
-    "sockets that are in use": (sockets_in_use, 1),
-    "sockets where nothing can be made": (
-        *(sockets_at(Path("/proc/kvhearth")), 1),
-        *("/proc/kvhearth", "--socket-dir"),
+    "more memory than there is": (lambda w: w.set(memory="64TiB", slab_bytes="64MiB"), 3),
+    "an arena of less memory": (lambda w: w.earlier_arena(memory="32MiB"), 0),
+    "an arena of another geometry": (lambda w: w.earlier_arena(slab_bytes="4MiB"), 3),
+    "discarding an arena": (lambda w: w.earlier_arena(slab_bytes="4MiB", discard_arena=True), 0),
+    "an arena directory that the daemon makes": (lambda w: w.new_arena("arena"), 0),
+    "an arena directory that others may write to": (lambda w: w.new_arena(mode=0o777), 3),
+    "another user's arena directory": (lambda w: given_to_nobody(w.earlier_arena()), 3),
+    "another user's catalogue": (
+        *(lambda w: given_to_nobody(w.earlier_arena() / CATALOGUE_NAME), 3),
     ),
-    "sockets below a file": (sockets_below_a_file, 1, "/file/s", "--socket-dir"),
-    "a socket's name that is a directory": (socket_is_a_directory, 1, "--socket-dir"),
+    "an arena that is in use": (lambda w: w.arena_in_use(), 3),
+    "a good SSD directory": (lambda w: w.drives("drive/kv"), 0),
+    "an SSD directory without a parent": (lambda w: w.drives("no/kv"), 3),
+    "an SSD directory that is a file": (lambda w: w.drives("file"), 3),
+    "an SSD directory of too long a name": (lambda w: w.drives("x" * 300), 3),
+    "an SSD directory that others may write to": (lambda w: w.drives("drive", mode=0o777), 3),
+    "another user's SSD directory file": (lambda w: w.foreign_head(), 3),
+    "one SSD directory of two": (lambda w: w.drives("no/kv", "drive/kv"), 0),
+    "SSD directories that are one": (lambda w: w.drives("drive", "same"), 2),
+    "a drive with too little room": (lambda w: w.drive_on("size=16m"), 0),
+    "a read-only drive": (lambda w: w.drive_on("ro,size=128m"), 3),
+    "an SSD directory to be made on a read-only drive": (
+        *(lambda w: w.drive_on("ro,size=128m", "kv"), 3),
+    ),
+    "an HTTP port that is in use": (lambda w: w.port_in_use(), 1),
+    "sockets that are in use": (lambda w: w.sockets_in_use(), 1),
+    "sockets where nothing can be made": (
+        *(lambda w: w.sockets_at("/proc/kvhearth"), 1, "/proc/kvhearth", "--socket-dir"),
+    ),
+    "sockets below a file": (lambda w: w.sockets_at("file/s"), 1, "/file/s", "--socket-dir"),
+    "a socket's name that is a directory": (
+        *(lambda w: w.own_sockets("attach.sock"), 1, "--socket-dir"),
+    ),
+    "a socket directory that a group may write to": (lambda w: w.own_sockets(mode=0o770), 1),
+    "another user's socket directory": (lambda w: given_to_nobody(w.own_sockets()), 1),
     "sockets with a path that is too long": (
-        *(sockets_at(Path("/tmp") / ("x" * 120)), 2),
-        "shorter directory",
+        *(lambda w: w.sockets_at("/tmp/" + "x" * 120), 2, "shorter directory"),
     ),
 }
 
@@ -290,14 +231,13 @@ def test_doctor_says_what_serve_does(
     if "not mounted" in name and filesystem_kind(tmp_path).kind is not FilesystemKind.OTHER:
         pytest.skip("the temporary directory is memory")
     with contextlib.ExitStack() as undo, stopped_daemon(arena=False) as daemon:
-        prepare(daemon, tmp_path, undo)
+        prepare(World(daemon, tmp_path, undo))
         code, verdict = advised(daemon, capsys)
         assert (code, happened(daemon)) == (expected, expected), daemon.log_tail()
         if code:
             lines = daemon.log_text().splitlines()
-            assert [one for one in lines if one.startswith(("kvhearth:", "Traceback"))] == lines[
-                -1:
-            ]
+            own = [one for one in lines if one.startswith(("kvhearth:", "Traceback"))]
+            assert own == lines[-1:]
             reported = lines[-1].removeprefix("kvhearth: error: ")
             assert [each for each in words if each not in reported] == []
             # Except for the memory that is available at the moment.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.certificates import Authority
 
 from kvhearth.errors import KVHearthError, Reason
@@ -61,7 +62,7 @@ def refused(
 # -- settings ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:9461", "[::]:9461", "192.168.1.2:9461", "host:9461"])
+@cases("address", ["0.0.0.0:9461", "[::]:9461", "192.168.1.2:9461", "host:9461"])
 def test_a_door_that_others_reach_needs_tls_and_identities(address: str) -> None:
     with pytest.raises(KVHearthError, match="tls_cert and tls_key, and tokens_file or client_ca"):
         load_settings({"listen": address})
@@ -110,7 +111,7 @@ def test_tokens_have_tenants_roles_and_bounds(tmp_path: Path) -> None:
     assert Counter(causes) == {"wrong_token": 4, "nothing_shown": 1}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("content", "why"),
     [
         ("[1]", "two lists"),
