@@ -33,6 +33,8 @@ from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, segment_bytes_for
 HERE = {"socket_dir": "/run/kvhearth"}
 """A given socket directory: no directory is chosen by what this machine and user have."""
 
+ROUTABLE = ("0.0.0.0:9460", "[::]:1", "192.168.0.1:1", "example.org:1")
+
 pytestmark = pytest.mark.usefixtures("no_environment")
 
 
@@ -109,6 +111,19 @@ def test_what_may_change_is_merged_and_the_rest_is_told() -> None:
     assert Settings.model_fields.keys() >= RELOADABLE
 
 
+def test_addresses() -> None:
+    addresses = {
+        "OFF": None,
+        "127.0.0.1:9460": ("127.0.0.1", 9460),
+        "127.8.0.1:0": ("127.8.0.1", 0),
+        "[::1]:65535": ("::1", 65535),
+        "localhost:80": ("localhost", 80),
+    }
+    assert {text: Settings(http=text).http_address for text in addresses} == addresses
+    for text in ROUTABLE:
+        assert Settings(http=text, http_insecure=True).http == text
+
+
 def test_every_setting_is_described() -> None:
     undescribed = [n for n, field in Settings.model_fields.items() if not field.description]
     assert undescribed == []
@@ -132,14 +147,9 @@ def test_the_file_may_be_named_in_the_environment(
     path.write_text("keys_max: 5\ntenants: ['a=1,2:128MiB']\nshared_index: false\n")
     monkeypatch.setenv("KVHEARTH_CONFIG", str(path))
     settings = load_settings({})
-    assert settings.keys_max == 5
+    assert (settings.keys_max, Settings().keys_max) == (5, 8192)
     assert settings.tenants == (TenantSetting("a", (1, 2), 128 << 20),)
     assert not settings.shared_index
-
-
-def test_settings_alone_read_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVHEARTH_KEYS_MAX", "5")
-    assert Settings().keys_max == 8192
 
 
 def test_other_variables_are_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +249,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         ({"http": f"{host}:80", "http_insecure": True}, "is not HOST:PORT")
         for host in ("x" * 70, "a..b", "a b", "a\0b", "]", "[[::1]]", "::1")
     ),
+    *(({"http": address}, "other machines may reach") for address in ROUTABLE),
     # the SSD tier
     ({"ssd_dirs": ["/mnt/kv"]}, "--ssd-dir: ['/mnt/kv']: '/mnt/kv' is not a directory and its"),
     ({"ssd_dirs": ["=1GiB"]}, "is not a directory and its size; write /mnt/nvme/kv=500GiB"),
@@ -316,13 +327,10 @@ def test_directories_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert Settings(socket_dir="run/../sockets").socket_dir == tmp_path / "sockets"
 
 
-def test_memory_is_whole_slabs() -> None:
+def test_tenants_have_whole_slabs() -> None:
     settings = Settings(memory="200MiB", allow_uids=[7, 5])
     assert settings.memory_bytes == 192 << 20
     assert settings.effective_tenants(5) == (TenantSetting("default", (5, 7), 192 << 20),)
-
-
-def test_tenants_have_whole_slabs() -> None:
     settings = Settings(tenants=["a=1,2:100MiB", "b-2=3:64MiB"])
     assert settings.effective_tenants(0) == (
         TenantSetting("a", (1, 2), 64 << 20),
