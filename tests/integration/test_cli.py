@@ -105,12 +105,19 @@ def test_health_needs_no_token(run: Run, daemon: Daemon) -> None:
 
 
 def test_ls(run: Run, engine: Engine) -> None:
-    found = asked(run, "ls")
-    (space,) = found["namespaces"]
+    (space,) = asked(run, "ls")["namespaces"]
+    assert asked(run, "ls", DIGEST[:4]) == space
     assert (space["namespace"], space["tenant"], space["blocks"]) == (DIGEST, "default", 8)
     assert (space["used_bytes"], space["epoch"]) == (16 * PAGE_BYTES, engine.client.epoch)
     assert space["contract"] == json.loads(CONTRACT.to_json())
     assert DIGEST[:12] in reported(run, "ls")
+    text = reported(run, "ls", DIGEST[:4])
+    assert DIGEST in text
+    assert "page_bytes=65536" in text
+    assert run("ls", "zz") == (
+        *(1, ""),
+        "kvhearth: error: no namespace starts with 'zz'; kvhearth ls lists all of them\n",
+    )
 
 
 def test_local_models_are_told_apart(
@@ -145,18 +152,6 @@ def test_local_models_are_told_apart(
             assert [space["model"] for space in stats["busiest_namespaces"]] == names
             assert all(f'model="{name}"' in scraped(daemon) for name in names)
             daemon.restart()
-
-
-def test_ls_of_one(run: Run) -> None:
-    assert asked(run, "ls", DIGEST[:4]) == asked(run, "ls")["namespaces"][0]
-    text = reported(run, "ls", DIGEST[:4])
-    assert DIGEST in text
-    assert "page_bytes=65536" in text
-    code, _, err = run("ls", "zz")
-    assert (code, err) == (
-        1,
-        "kvhearth: error: no namespace starts with 'zz'; kvhearth ls lists all of them\n",
-    )
 
 
 def test_sessions(run: Run) -> None:
@@ -218,16 +213,12 @@ def test_why_a_key_that_is_absent_is_a_miss(run: Run) -> None:
     assert "a key has 16..64 bytes, this one has 1" in err
 
 
-def test_why_a_contract_is_no_miss(run: Run, tmp_path: Path) -> None:
+def test_which_fields_of_a_contract_make_a_miss(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "contract.json"
     path.write_text(json.dumps(json.loads(CONTRACT.to_json()), indent=2))
     found = asked(run, "explain", str(path))
     assert (found["kind"], found["exists"], found["namespace"]) == ("contract", True, DIGEST)
     assert "exists" in reported(run, "explain", str(path))
-
-
-def test_which_fields_of_a_contract_make_a_miss(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "contract.json"
     path.write_text(contract_of(PAGE_BYTES, shards=2, model="other").to_json())
     found = asked(run, "explain", str(path))
     assert not found["exists"]
@@ -239,7 +230,7 @@ def test_which_fields_of_a_contract_make_a_miss(run: Run, tmp_path: Path) -> Non
     assert "other" in text
 
 
-def test_top_once(run: Run) -> None:
+def test_top(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked(run, "top", "--once")
     assert set(found) == {"stats", "rates", "sessions", "leases"}
     assert found["rates"]["stored_blocks"] > 0
@@ -247,9 +238,6 @@ def test_top_once(run: Run) -> None:
     text = reported(run, "top", "--once")
     assert "hit ratio" in text
     assert "e[red]1" in text
-
-
-def test_top_goes_on_until_it_is_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter((None, None))
 
     def sleep(_: float) -> None:
@@ -263,9 +251,7 @@ def test_top_goes_on_until_it_is_interrupted(run: Run, monkeypatch: pytest.Monke
     assert len(views) == 3
     assert views[0]["rates"]["stored_blocks"] > 0 == views[2]["rates"]["stored_blocks"]
     looks = iter((None, None))
-    code, out, err = run("top")
-    assert (code, err) == (0, "")
-    assert out.count("hit ratio") == 3, "into a pipe each look is printed as it comes"
+    assert reported(run, "top").count("hit ratio") == 3, "into a pipe each look is printed"
 
 
 def test_evict(run: Run, engine: Engine) -> None:
@@ -435,13 +421,7 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             assert heard == b"WATCHDOG=1"
         assert daemon.process.wait(60) == 0
         ready = next(line for line in daemon.log_text().splitlines() if '"ready"' in line)
-        reported = json.loads(ready)
-        assert (reported["memory_bytes"], len(reported["boot_id"]), len(reported["pages"])) == (
-            16 << 20,
-            32,
-            1,
-        )
-        sockets = {reported[name] for name in ("attach", "calls", "grpc")}
-        assert sockets == {
-            str(daemon.socket_dir / f"{n}.sock") for n in ("attach", "calls", "grpc")
-        }
+        said = json.loads(ready)
+        assert (said["memory_bytes"], len(said["boot_id"]), len(said["pages"])) == (16 << 20, 32, 1)
+        sockets = {Path(said[name]) for name in ("attach", "calls", "grpc")}
+        assert sockets == {daemon.socket_dir / f"{n}.sock" for n in ("attach", "calls", "grpc")}
