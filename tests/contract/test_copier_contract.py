@@ -63,6 +63,16 @@ KINDS = [
     *(pytest.param(f"cuda-{method}", marks=pytest.mark.gpu) for method in CopyMethod),
 ]
 
+ONE_OF_EACH = [
+    pytest.param("host-numpy"),
+    pytest.param("remote-direct"),
+    pytest.param("remote-scripted", marks=NEEDS_TORCH),
+    pytest.param(f"scripted-{CopyMethod.BATCH}", marks=NEEDS_TORCH),
+    pytest.param(f"cuda-{CopyMethod.BATCH}", marks=pytest.mark.gpu),
+]
+with_each_class = pytest.mark.parametrize("make_rig", ONE_OF_EACH, indirect=True)
+"""Runs a test of batches and their outcomes with each class, whatever moves its bytes."""
+
 
 class Rig:
     """One copier with its pages and its arena, and means to hold its copies back."""
@@ -507,6 +517,7 @@ class TestCopierContract:
         assert rig.store([PAGES - 1], rig.extents([last])).ok.all()
         assert rig.slot(last) == rig.page(PAGES - 1)
 
+    @with_each_class
     def test_arrays_of_wrong_shape_are_refused(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         extents = rig.extents([0, 1])
@@ -522,11 +533,13 @@ class TestCopierContract:
             assert caught.value.reason is Reason.BAD_EXTENTS
         assert rig.arena.untouched()
 
+    @with_each_class
     def test_an_empty_batch_has_an_outcome(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         done = rig.store([], np.zeros(0, EXTENT_DTYPE))
         assert (len(done.ok), done.bytes, done.reasons) == (0, 0, {})
 
+    @with_each_class
     def test_callers_may_reuse_their_arrays(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         rig.hold()
@@ -536,6 +549,7 @@ class TestCopierContract:
         rig.proceed()
         assert rig.outcome(ticket).ok.all()
 
+    @with_each_class
     def test_the_queue_is_bounded(self, make_rig: MakeRig) -> None:
         rig = make_rig(queue_max=2)
         rig.hold()
@@ -553,6 +567,7 @@ class TestCopierContract:
         assert rig.outcome(late).ok.all()
         assert {done.ticket for done in rig.copier.poll()} <= set(tickets[:2])
 
+    @with_each_class
     def test_a_wait_ends_at_its_deadline(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         rig.hold()
@@ -566,6 +581,7 @@ class TestCopierContract:
         assert rig.copier.drain(DEADLINE_S)
         assert rig.outcome(ticket).ok.all()
 
+    @with_each_class
     def test_an_outcome_is_given_out_once(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         tickets = [rig.copier.store(BOOT, np.array([0]), rig.extents([slot])) for slot in (0, 1)]
@@ -609,6 +625,7 @@ class TestCopierContract:
         go.set()
         assert rig.outcome(ticket).ok.all()
 
+    @with_each_class
     def test_threads_may_submit_at_once(self, make_rig: MakeRig) -> None:
         rig = make_rig("stacked")
         before = rig.pages()
@@ -621,12 +638,14 @@ class TestCopierContract:
         assert [rig.slot(slot) for slot in range(6)] == before[:6]
 
     @pytest.mark.realtime("forks")
+    @pytest.mark.parametrize(
+        "make_rig",
+        [pytest.param(f"scripted-{CopyMethod.BATCH}", marks=NEEDS_TORCH)],
+        indirect=True,
+    )
     def test_a_forked_child_has_no_copier(self, make_rig: MakeRig) -> None:
+        """The cache keeps a forked child from the host copier; CUDA ends with a fork."""
         rig = make_rig()
-        if not rig.kind.startswith("scripted"):
-            pytest.skip(
-                "the cache keeps a forked child from the host copier; CUDA ends with a fork"
-            )
         rig.hold()
         ticket = rig.copier.store(BOOT, np.array([0]), rig.extents([0]))
         assert ticket is not None
@@ -648,6 +667,7 @@ class TestCopierContract:
         rig.proceed()
         assert rig.outcome(ticket).ok.all()
 
+    @with_each_class
     def test_close_drains(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         rig.hold()
