@@ -7,7 +7,6 @@ the effective user of a connect. ``tests/unit/test_core_tenants.py`` has the oth
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -64,18 +63,12 @@ def test_the_sessions_of_one_tenant_do_not_lock_the_other_out() -> None:
 # -- reload ----------------------------------------------------------------------------------------
 
 
-def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
-    """Return the daemon's log lines of one event."""
-    found = [json.loads(line) for line in daemon.own_lines() if line.startswith("{")]
-    return [line for line in found if line["event"] == name]
-
-
 def hang_up(daemon: Daemon, event: str) -> dict[str, Any]:
     """Send SIGHUP and return the log line that follows it."""
-    before = len(events(daemon, event))
+    before = len(daemon.events(event))
     assert daemon.process is not None
     os.kill(daemon.process.pid, signal.SIGHUP)
-    return until(lambda: events(daemon, event)[before:], event)[0]  # type: ignore[no-any-return]
+    return until(lambda: daemon.events(event)[before:], event)[0]  # type: ignore[no-any-return]
 
 
 def test_bounds_change_without_a_restart(
@@ -96,7 +89,7 @@ def test_bounds_change_without_a_restart(
         assert capsys.readouterr().out == "changed: sessions_max\nneed a restart: keys_max\n"
         with RawSession(daemon):
             assert daemon.stats().boot_id == boot_id
-        (line,) = events(daemon, "admin.reload")
+        (line,) = daemon.events("admin.reload")
         assert (line["result"], line["changed"]) == ("done", ["sessions_max"])
 
         path.write_text("sessions_max: none\n")

@@ -6,9 +6,8 @@ import contextlib
 import mmap
 import os
 import random
-import signal
-import threading
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,12 +16,11 @@ from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.native import without_native
 from support.raw_door import RawSession, new_keys
 from support.scripted_engine import scripted_engine
-from support.served import served
 
 from kvhearth import native
-from kvhearth.client import KVClient, connect
+from kvhearth.client import KVClient
 from kvhearth.contract import Contract, GroupKind, GroupSpec, namespace_digest
-from kvhearth.native.table import NAMESPACES, Shape, Table
+from kvhearth.native.table import NAMESPACES, Shape
 from kvhearth.results import CommitGroup, LookupResult
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
@@ -241,45 +239,6 @@ def test_a_successor_shares_the_adopted_blocks() -> None:
             assert right(engine, keys, mapped(engine, keys)) == 40
 
 
-def test_a_daemon_that_is_killed_while_it_writes_leaves_no_wrong_answer_and_no_wait() -> None:
-    with stopped_daemon(shared_index=True) as daemon:
-        daemon.start()
-        with ready(daemon) as engine, ready(daemon, name="r") as reader:
-            keys, longest = [new_keys(64) for _ in range(8)], 0.0
-            for turn in range(4):
-                stop = threading.Event()
-
-                def write(ended: threading.Event = stop) -> None:
-                    while not ended.is_set():
-                        engine.store(random.choice(keys), sums=False)
-
-                writer = threading.Thread(target=write)
-                writer.start()
-                end = time.monotonic() + 0.4
-                while time.monotonic() < end:
-                    start = time.monotonic()
-                    found = reader.client.lookup_mapped({0: keys[turn]})
-                    longest = max(longest, time.monotonic() - start)
-                    if found is not None and found.lease is not None:
-                        count = found.hit_tokens // 16
-                        right_ = found.groups[0].extents.reshape(count, -1)
-                        done = reader.scheduler.load(
-                            found.boot_id, keys[turn][:count], reader.epoch, right_[:, 0]
-                        )
-                        assert done is not None
-                        assert not done.wrong.any()
-                        reader.client.release(found.lease)
-                daemon.kill()
-                stop.set()
-                writer.join()
-                assert reader.client.lookup_mapped({0: keys[turn]}) is None
-                daemon.start()
-                for each in (engine, reader):
-                    each.wait_ready()
-            assert served(reader, keys[0]) >= 0
-        assert longest < 5
-
-
 def test_a_scheduler_gets_its_answer_at_once() -> None:
     with (
         running_daemon(arena=False, shared_index=True) as daemon,
@@ -330,47 +289,28 @@ def test_tokens_are_not_offered_once_the_daemon_has_refused_their_lease() -> Non
             engine.finish(request)
 
 
+LOOKS_UP_FOR_EVER = """
+import sys
+from kvhearth.client import connect
+from kvhearth.contract import Contract
+client = connect(sys.argv[1], Contract.from_json(sys.argv[2]), engine_id="child")
+client.wait_ready(20)
+while True:
+    client.lookup_mapped({0: [bytes.fromhex(each) for each in sys.argv[3:]]})
+"""
+
+
 def test_a_client_that_is_killed_leaves_nothing() -> None:
     with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
         keys = new_keys(20)
         assert engine.store(keys).bound == keys
-        for _ in range(3):
-            child = os.fork()
-            if not child:
-                _read_for_ever(daemon, keys)
-            until(lambda: daemon.stats().leases > 1, "the child looks up")
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            until(lambda: not daemon.stats().leases, "its leases end")
-            found = mapped(engine, keys)
-            assert right(engine, keys, found) == 20
-            engine.client.release(found.lease)
-
-
-def _read_for_ever(daemon: Daemon, keys: list[bytes]) -> None:
-    client = connect(daemon.url(), CONTRACT, engine_id="child")
-    client.wait_ready(20)
-    while True:
-        client.lookup_mapped({0: keys})
-
-
-def test_a_client_that_is_killed_while_it_comes_or_looks_up_leaves_nothing() -> None:
-    """The kill falls anywhere between the first byte of its hello and its posted lookups."""
-    random_ = random.Random(5)
-    with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
-        keys = new_keys(20)
-        assert engine.store(keys).bound == keys
         before = daemon.descriptor_count()
-        for _ in range(12):
-            child = os.fork()
-            if not child:
-                _read_for_ever(daemon, keys)
-            time.sleep(random_.random() * 0.08)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        until(lambda: daemon.stats().sessions == 1, "only the engine is left")
-        until(lambda: not daemon.stats().leases, "their leases end")
-        until(lambda: daemon.descriptor_count() <= before, "their descriptors are closed")
+        words = [daemon.url(), CONTRACT.to_json(), *(key.hex() for key in keys)]
+        with subprocess.Popen([sys.executable, "-c", LOOKS_UP_FOR_EVER, *words]) as child:
+            until(lambda: daemon.stats().leases > 1, "the child looks up")
+            child.kill()
+        until(lambda: not daemon.stats().leases, "its leases end")
+        until(lambda: daemon.descriptor_count() <= before, "its descriptors are closed")
         found = mapped(engine, keys)
         assert right(engine, keys, found) == 20
         engine.client.release(found.lease)
@@ -487,28 +427,6 @@ def test_without_the_native_module_on_one_side_lookups_are_calls(
         said = "turned off by KVHEARTH_NATIVE=0"
         logged = [line for line in daemon.log_text().splitlines() if "shared_index.off" in line]
         assert [said in line for line in logged] == ([True] if side == "daemon" else [])
-
-
-def test_an_entry_that_a_stuck_writer_left_is_asked_for_by_a_call() -> None:
-    """The daemon lives, but its writer seems to have stopped in the middle of an entry."""
-    with running_daemon(arena=False, shared_index=True) as daemon, ready(daemon) as engine:
-        keys = new_keys(8)
-        assert engine.store(keys).bound == keys
-        link = engine.client._session_manager.link
-        assert link is not None
-        tables = link.tables
-        assert isinstance(tables, list)
-        (table,) = tables
-        slot = int(mapped(engine, keys).groups[0].extents["slot"][5]) - table.shape.first_slot
-        memory, generations = table._kept
-        stuck = Table(table.shape, memory.copy(), generations)
-        stuck.entries[slot, 0] |= np.uint64(1)
-        tables[0] = stuck
-        assert engine.client.lookup_mapped({0: keys}) is None
-        assert right(engine, keys, engine.client.lookup({0: keys})) == 8
-        assert mapped(engine, keys[:5]).hit_tokens == 5 * 16
-        tables[0] = table
-        assert mapped(engine, keys).hit_tokens == 8 * 16
 
 
 def test_the_index_answers_as_the_daemon_does() -> None:

@@ -13,7 +13,7 @@ from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ask, scraped
 from support.raw_door import new_keys
 
-from kvhearth_lab.harness.engine import Engine, content, contract_of, engine_of
+from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.tiers.ssd.format import (
@@ -191,26 +191,20 @@ def newer_head() -> bytes:
     return row.tobytes().ljust(4096, b"\0")
 
 
-@pytest.mark.parametrize("name", ["not/there", "file", "newer", "small", "long" * 100])
-def test_a_tier_that_cannot_be_opened(tmp_path: Path, name: str) -> None:
-    place, size = tmp_path / name, "64MiB"
-    wanted = {
-        "not/there": f"--ssd-dir {place}: {place.parent} does not exist; mount the drive there",
-        "file": f"--ssd-dir {place} is a file; name a directory",
-        "newer": f"{place}/kvhearth.log is of another version of KVHearth and cannot be understood",
-        "small": f"ssd_dirs: {place} has 1MiB, too little for the log's files; give it 15MiB",
-        "long" * 100: f"--ssd-dir {place} cannot be made (File name too long); name a directory",
-    }[name]
-    if name == "file":
-        place.touch()
-    elif name == "newer":
-        place.mkdir()
-        (place / "kvhearth.log").write_bytes(newer_head())
-    elif name == "small":
-        size = "1MiB"
-    with stopped_daemon(arena=False, **ssd(place, size=size)) as daemon:
-        words = last_words(daemon, CONFIG if name == "small" else MEMORY)
-        assert words.startswith(wanted)
+def test_a_tier_that_cannot_be_opened(tmp_path: Path) -> None:
+    place = tmp_path / "log"
+    small = f"ssd_dirs: {place} has 1MiB, too little for the log's files; give it 15MiB"
+    newer = f"{place}/kvhearth.log is of another version of KVHearth and cannot be understood"
+    absent = f"--ssd-dir {place}/not/there: {place}/not does not exist; mount the drive there"
+    place.mkdir()
+    (place / "kvhearth.log").write_bytes(newer_head())
+    for settings, code, wanted in (
+        (ssd(place, size="1MiB"), CONFIG, small),
+        (ssd(place), MEMORY, newer),
+        (ssd(place / "not" / "there"), MEMORY, absent),
+    ):
+        with stopped_daemon(arena=False, **settings) as daemon:
+            assert last_words(daemon, code).startswith(wanted)
 
 
 def test_a_directory_is_one_daemons(tmp_path: Path) -> None:
@@ -269,30 +263,14 @@ def _read_back(daemon: Daemon) -> list[int]:
     return [json.loads(line)["blocks"] for line in lines]
 
 
-# -- bytes that rot --------------------------------------------------------------------------------
-
-
-def damage(path: Path, key: bytes, epoch: int, shard: int = 1) -> None:
-    """Flips one bit in the middle of a block's shard, wherever in the file it is."""
-    wanted = bytes(content(key, shard, epoch, PAGE))
-    with path.open("r+b") as file:
-        at = file.read().find(wanted)
-        assert at >= 0
-        file.seek(at + PAGE // 2)
-        file.write(bytes([wanted[PAGE // 2] ^ 4]))
-
-
-def test_what_rots_in_memory_comes_back_from_ssd(tmp_path: Path) -> None:
-    with (
-        running_daemon(**ssd(tmp_path / "log")) as daemon,
-        engine_of(daemon.url(), CONTRACT) as engine,
-    ):
-        keys = new_keys(20)
-        assert engine.store(keys).bound == keys
-        on_ssd(daemon, 20)
-        assert daemon.arena_dir is not None
-        damage(daemon.arena_dir / "segment-0", keys[7], engine.client.epoch)
-        assert dict(engine.check(keys).failed) == {"checksum_mismatch": 1}
-        until(lambda: daemon.counters().get("repaired_blocks{dram}", 0) == 1, "it is repaired")
-        until(lambda: len(engine.check(keys).right) == 20, "all are served")
-        assert daemon.counters()["checksum_failures{reader}"] == 1
+def test_blocks_seen_once_stay_off_the_drive_if_that_is_asked_for(tmp_path: Path) -> None:
+    settings = ssd(tmp_path / "log", ssd_admission="seen_twice")
+    with running_daemon(**settings) as daemon, engine_of(daemon.url(), CONTRACT) as engine:
+        keys, once = new_keys(8), new_keys(8)
+        assert engine.store(keys + once).bound == keys + once
+        until(
+            lambda: daemon.counters().get("demotion_refused{admission}", 0) >= 16, "all are refused"
+        )
+        assert engine.check(keys).right == keys
+        on_ssd(daemon, 8)
+        assert daemon.stats().ssd.blocks == 8

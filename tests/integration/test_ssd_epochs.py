@@ -8,7 +8,6 @@ import contextlib
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,6 +185,5 @@ def test_what_is_acknowledged_while_the_doors_close_is_written_too(tmp_path: Pat
                     if engine.client.commit({0: group}, boot_id=taken.boot_id).reason:
                         break
                     acknowledged.append(key)
-                    time.sleep(0.003)
                 ending.join()
             assert keys_on_disk(folder) >= set(acknowledged)

@@ -66,13 +66,6 @@ def test_a_load_waits_until_its_blocks_are_promoted(daemon: Daemon, engine: Cach
         assert (done.usable_blocks, done.reason) == (PORTION, "")
 
 
-def test_a_load_that_does_not_wait_promotes_them(daemon: Daemon, engine: CachedEngine) -> None:
-    keys = copy_state(engine, daemon)[:PORTION]
-    assert engine.load(keys).usable_blocks == 0
-    until(lambda: engine.load(keys).usable_blocks == PORTION, "they are promoted")
-    assert engine.counter("cancel") == 0
-
-
 def test_a_prefetch_of_several_portions_brings_all(daemon: Daemon, engine: CachedEngine) -> None:
     keys = copy_state(engine, daemon)[: PREFETCHED_PER_TURN_MAX + 40]
     before = daemon.counters()["promoted_blocks"]
@@ -90,25 +83,6 @@ def test_requests_that_go_away_leave_nothing(daemon: Daemon, engine: CachedEngin
         engine.client.cancel(found)
     quiet(daemon)
     assert engine.load(keys[:PORTION], wait_s=10.0).usable_blocks == PORTION
-
-
-def test_loads_that_are_given_up_leave_nothing(daemon: Daemon, engine: CachedEngine) -> None:
-    keys = copy_state(engine, daemon)
-    # Half of the memory: what one load promotes, no other one evicts.
-    for start in range(0, 4 * PORTION, PORTION):
-        future = engine.begin_load(keys[start : start + PORTION], wait_s=10.0)
-        time.sleep(start / PORTION / 1000)
-        assert future.cancel() or future.result(DONE_S).usable_blocks
-    quiet(daemon)
-    assert engine.load(keys[:PORTION], wait_s=10.0).usable_blocks == PORTION
-
-
-def test_many_loads_wait_at_once(daemon: Daemon, engine: CachedEngine) -> None:
-    """All of them want some common blocks, and each some of its own."""
-    keys = copy_state(engine, daemon)
-    owns = [keys[8 + 8 * number : 16 + 8 * number] for number in range(16)]
-    futures = [engine.begin_load(keys[:8] + own, wait_s=10.0) for own in owns]
-    assert [future.result(DONE_S).usable_blocks for future in futures] == [16] * 16
 
 
 def test_a_daemon_that_is_killed_during_promotion(tmp_path: Path) -> None:
@@ -174,19 +148,6 @@ def test_a_prompt_on_ssd_is_loaded(daemon: Daemon) -> None:
     daemon.wait_quiet()
 
 
-def test_a_prompt_of_which_a_part_is_on_ssd(daemon: Daemon) -> None:
-    """The prompt's beginning was used again, its end was not."""
-    with scripted_engine(daemon.url(), engine_id="part") as engine:
-        fill(engine, daemon, "part")
-        assert engine.run("head", "part 0", TOKENS, load_tokens_max=160) == 160
-        assert engine.run("all", "part 0", TOKENS) == TOKENS
-    daemon.wait_quiet()
-
-
-def test_a_window_on_ssd(daemon: Daemon) -> None:
-    load_windows(daemon)
-
-
 def test_a_prompt_on_ssd_of_more_blocks_than_one_call_takes(tmp_path: Path) -> None:
     """One that goes away cancels the promotions of all of its portions."""
     drive = [f"{tmp_path}/ssd=512MiB"]
@@ -214,59 +175,3 @@ def load_windows(daemon: Daemon) -> None:
             assert all(engine.holds(request, 1, at) for at in range(last - 3, last))
             engine.finish(request)
     daemon.wait_quiet()
-
-
-def test_requests_that_go_away_during_promotion_leave_nothing(daemon: Daemon) -> None:
-    with scripted_engine(daemon.url(), engine_id="gone") as engine:
-        fill(engine, daemon, "gone")
-        for number in range(40):
-            request = engine.add(f"b{number}", f"gone {number}", TOKENS)
-            if number % 2:
-                engine.half.matched(request, 0)
-            engine.finish(request)
-        until(lambda: not daemon.stats().leases, "no lease is left")
-        assert engine.run("c", "gone 0", TOKENS) == TOKENS
-    daemon.wait_quiet()
-
-
-def test_requests_with_the_same_prompt_are_promoted_and_loaded_together(daemon: Daemon) -> None:
-    with scripted_engine(daemon.url(), engine_id="same", blocks=512) as engine:
-        fill(engine, daemon, "same")
-        requests = [engine.add(f"b{number}", "same 0", TOKENS) for number in range(8)]
-        for request in requests:
-            assert engine.admit(request) == TOKENS
-        for request in requests:
-            assert engine.wait_loaded(request)
-            assert all(engine.holds(request, 0, at) for at in range(TOKENS // BLOCK_TOKENS))
-            engine.finish(request)
-    daemon.wait_quiet()
-
-
-def test_a_restart_of_daemon_and_engine(tmp_path: Path) -> None:
-    """Blocks written back are found again, though memory is empty."""
-    with running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own:
-        with scripted_engine(own.url(), engine_id="first") as engine:
-            fill(engine, own, "kept")
-        own.kill()
-        own.start()
-        until(lambda: own.read_back, "the log is read back")
-        with scripted_engine(own.url(), engine_id="second") as engine:
-            for number in range(4):
-                assert engine.run(f"b{number}", f"kept {number}", TOKENS) == TOKENS
-            assert engine.counts["hit_ssd_tokens"] == 4 * TOKENS
-
-
-def test_a_prompts_daemon_that_is_killed_during_promotion(tmp_path: Path) -> None:
-    with (
-        running_daemon(arena=False, ssd_dirs=[f"{tmp_path}/ssd=512MiB"], **SSD) as own,
-        scripted_engine(own.url(), engine_id="killed") as engine,
-    ):
-        fill(engine, own, "killed")
-        requests = [engine.add(f"b{number}", f"killed {number}", TOKENS) for number in range(8)]
-        own.kill()
-        began = time.monotonic()
-        for request in requests:
-            if engine.admit(request):
-                engine.wait_loaded(request)
-            engine.finish(request)
-        assert time.monotonic() - began < 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -104,6 +105,11 @@ class Daemon(harness.Daemon):
     def read_back(self) -> bool:
         """Whether the current start has reported that its SSD log is recovered."""
         return any("ssd.read_back" in line for line in self.own_lines())
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the lines of an event in the log, of gateways too."""
+        lines = [json.loads(each) for each in self.own_lines() if each[:1] == "{" and "}" in each]
+        return [line for line in lines if line.get("event") == name]
 
     def stats(self, *, check_books: bool = True) -> Stats:
         """Return the daemon's statistics; fails if the books do not balance."""
