@@ -126,11 +126,11 @@ def test_kubernetes_takes_what_it_renders(values: dict[str, Any], tmp_path: Path
         (endpoint,) = kinds["PodMonitor"]["spec"]["podMetricsEndpoints"]
         ports = [port["name"] for port in pod_of(kinds)[1]["ports"]]
         assert endpoint["port"] in ports
+    fits(*pod_of(kinds))
 
 
-@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
-def test_the_daemons_settings_fit_its_pod(values: dict[str, Any]) -> None:
-    spec, daemon = pod_of(rendered(values))
+def fits(spec: dict[str, Any], daemon: dict[str, Any]) -> None:
+    """Check that the daemon's settings fit its pod."""
     settings = settings_of(daemon)
     limits = daemon["resources"]["limits"]
     beside = settings.memory * 33 // 32 + (64 << 20)
@@ -218,10 +218,9 @@ def test_the_init_container_makes_directories_of_the_daemons_user(tmp_path: Path
     assert owned == [(str(place), 65532, 65532) for place in places]
 
 
-@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
-def test_the_rendered_daemon_serves_and_keeps_its_blocks(mode: str) -> None:
+def test_the_rendered_daemon_serves_and_keeps_its_blocks() -> None:
     """The container's command as a plain process, its volumes as directories."""
-    _, container = pod_of(rendered({"mode": mode, "memoryMiB": 128}))
+    _, container = pod_of(rendered({"memoryMiB": 128}))
     assert container["args"] == ["serve"]
     values = environment_of(container)
     given = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in values.items()}
@@ -233,7 +232,7 @@ def test_the_rendered_daemon_serves_and_keeps_its_blocks(mode: str) -> None:
     with running_daemon(command=True, http=http, **given) as daemon:
         with cached_engine(daemon.url()) as engine:
             assert engine.store(keys).stored == 20
-        assert daemon.restart(), "another pod of the daemonset, or the sidecar's next container"
+        assert daemon.restart(), "another pod of the daemonset"
         with cached_engine(daemon.url()) as engine:
             assert engine.load(keys).loaded.all()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -112,20 +111,14 @@ def test_kubernetes_schemas_take_the_sidecar() -> None:
 
 def test_the_sidecar_starts_first_and_has_its_huge_pages() -> None:
     spec = yaml.safe_load(SIDECAR.read_text())["spec"]
-    (daemon,) = spec["initContainers"]
+    (daemon,), (engine,) = spec["initContainers"], spec["containers"]
     assert daemon["restartPolicy"] == "Always", "a native sidecar"
-    assert daemon["startupProbe"]
-    assert daemon["livenessProbe"]
     assert "readinessProbe" not in daemon, "it would be the engine's, which fails open"
     settings = _settings({one["name"]: one["value"] for one in daemon["env"]})
     limits, requests = daemon["resources"]["limits"], daemon["resources"]["requests"]
     assert limits["hugepages-2Mi"] == requests["hugepages-2Mi"] == "8Gi"
     assert settings.memory_bytes < 8 << 30, "the catalogue and the journal need pages too"
     assert settings.hugepages == "require"
-    assert daemon["securityContext"]["readOnlyRootFilesystem"] is True
-    (engine,) = spec["containers"]
-    assert [mount["name"] for mount in engine["volumeMounts"]] == ["sockets", "models"]
-    assert engine["readinessProbe"]["httpGet"]["port"] == engine["ports"][0]["name"]
     assert settings.allow_uids == (engine["securityContext"]["runAsUser"],)
     volumes = {volume["name"] for volume in spec["volumes"]}
     assert {mount["name"] for mount in daemon["volumeMounts"]} == volumes - {"models"}
@@ -155,27 +148,14 @@ def test_the_sidecars_ssd_tier_is_a_few_lines(tmp_path: Path) -> None:
 def test_compose() -> None:
     loaded: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
     services = loaded["services"]
-    wanted = {"arena", "kvhearth", "engine", "engine-cpu", "prometheus", "grafana"}
-    assert set(services) == wanted
-    daemon = services["kvhearth"]
+    daemon, gpu, cpu = (services[name] for name in ("kvhearth", "engine", "engine-cpu"))
     settings = _settings({n: default(v) for n, v in daemon["environment"].items()})
-    assert settings.arena_dir == Path("/arena")
-    assert daemon["read_only"] is True
-    assert daemon["cap_drop"] == ["ALL"]
-    assert "ports" not in daemon, "HTTP stays on the network of this file"
-    assert {default(v).rsplit(":", 1)[-1] for v in daemon["volumes"]} == {
-        "/run/kvhearth",
-        "/arena",
-        "/ssd",
-    }
+    places = {default(v).rsplit(":", 1)[-1] for v in daemon["volumes"]}
+    assert {str(settings.arena_dir), str(settings.socket_dir)} <= places
     assert settings.ssd_dirs == (), "none until it is asked for"
-    needs = ["run:/run/kvhearth", "models:/root/.cache/huggingface"]
-    assert services["engine"]["volumes"] == needs, "of the daemon it needs the sockets only"
-    waits_for = services["engine"]["depends_on"]["kvhearth"]["condition"]
+    assert "ports" not in daemon, "HTTP stays on the network of this file"
+    waits_for = gpu["depends_on"]["kvhearth"]["condition"]
     assert waits_for == "service_started", "an engine computes without a healthy daemon"
-    profiles = {name: services[name]["profiles"] for name in ("engine", "engine-cpu")}
-    assert profiles == {"engine": ["engine"], "engine-cpu": ["cpu"]}
-    gpu, cpu = services["engine"], services["engine-cpu"]
     assert cpu["command"] == gpu["command"]
     assert cpu["environment"].items() >= gpu["environment"].items()
     for service in services.values():
@@ -184,7 +164,10 @@ def test_compose() -> None:
         named = [source for source in sources if source[0] not in "./"]
         assert set(named) <= set(loaded["volumes"])
         assert all((DEPLOY / one).exists() for one in sources if one.startswith("."))
-    assert (DEPLOY / services["kvhearth"]["build"]["context"] / "Dockerfile").exists()
+    (job,) = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    ((target,),) = [each["targets"] for each in job["static_configs"]]
+    host, _, port = target.partition(":")
+    assert str(services[host]["environment"]["KVHEARTH_HTTP"]).endswith(f":{port}")
 
 
 def test_compose_with_a_remote(tmp_path: Path) -> None:
@@ -246,26 +229,18 @@ def test_an_engine_uses_the_daemon_beside_it(name: str) -> None:
     ((volume, place),) = [one for one in engine.mounts.items() if folder.is_relative_to(one[1])]
     served = Path(engine.daemon_mounts[volume]) / folder.relative_to(place)
     assert served == _settings(engine.daemon_environment).socket_dir
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_engines_weights_have_a_name(name: str) -> None:
-    """Without a commit, only one run of the engine could use the KV."""
-    words = " ".join(ENGINES[name]().words)
-    assert re.search(r"--revision[ =][0-9a-f]{40}\b", words)
+    # Without a commit, only one run of the engine could use the KV.
+    assert re.search(r"--revision[ =][0-9a-f]{40}\b", " ".join(engine.words))
 
 
 def test_an_engines_image_holds_the_connector() -> None:
     """It is installed from this checkout: no index has the package yet."""
     text = (DEPLOY / "engine.Dockerfile").read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert [line.split()[0] for line in lines] == ["ARG", "FROM", "COPY", "COPY", "COPY", "RUN"]
-    copied = {word for line in lines for word in line.split()[1:-1] if line.startswith("COPY")}
-    assert all((ROOT / word).exists() for word in copied)
+    lines = [line for line in text.splitlines() if line.startswith("COPY")]
+    copied = {word for line in lines for word in line.split()[1:-1]}
     main = (ROOT / "Dockerfile").read_text()
     built = next(line for line in main.splitlines() if line.startswith("COPY pyproject")).split()
     assert {*built[1:-1], "client", "server"} == copied, "what the wheel is built of"
-    assert lines[-1].split()[-1] == "/src"
     (tag,) = re.findall(
         r"docker build -t (\S+) -f deploy/engine.Dockerfile \.$", text, re.MULTILINE
     )
@@ -273,12 +248,8 @@ def test_an_engines_image_holds_the_connector() -> None:
         assert make().image == f"{tag}:latest"
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     for name in ("engine", "engine-cpu"):
-        build = services[name]["build"]
-        assert (DEPLOY / build["context"]).samefile(ROOT)
-        assert (ROOT / build["dockerfile"]).samefile(DEPLOY / "engine.Dockerfile")
-    cpu = default(services["engine-cpu"]["build"]["args"]["BASE"])
-    assert cpu in text, "the recipe for one's own hands"
-    assert cpu.rpartition(":")[2] == lines[0].rpartition(":")[2], "the same vLLM"
+        assert (ROOT / services[name]["build"]["dockerfile"]).samefile(DEPLOY / "engine.Dockerfile")
+    assert default(services["engine-cpu"]["build"]["args"]["BASE"]) in text
 
 
 def test_grafana_finds_prometheus_and_dashboards() -> None:
@@ -329,14 +300,6 @@ def test_compose_makes_the_directories_with_what_the_image_holds(tmp_path: Path)
         exec(compile(program, "compose.yaml", "exec"), names)
     assert [place.stat().st_mode & 0o7777 for place in places] == [0o700, 0o700]
     assert owned == [(str(place), 65532, 65532) for place in places] * 2
-
-
-def test_what_compose_scrapes_is_its_daemon() -> None:
-    services = yaml.safe_load(COMPOSE.read_text())["services"]
-    (job,) = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
-    ((target,),) = [each["targets"] for each in job["static_configs"]]
-    host, _, port = target.partition(":")
-    assert str(services[host]["environment"]["KVHEARTH_HTTP"]).endswith(f":{port}")
 
 
 # -- Prometheus ------------------------------------------------------------------------------------
@@ -453,16 +416,6 @@ def test_every_direct_dependency_has_a_floor() -> None:
         assert ">=" in operators, text
 
 
-def _advisories() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kvhearth_advisories", DEPLOY / "advisories.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_package_that_was_passed_over_is_not_checked() -> None:
     report = {
         "dependencies": [
@@ -471,7 +424,7 @@ def test_a_package_that_was_passed_over_is_not_checked() -> None:
             {"name": "c", "skip_reason": "Dependency not found on PyPI"},
         ]
     }
-    found = _advisories().verdict_of(report)
+    found = runpy.run_path(str(DEPLOY / "advisories.py"))["verdict_of"](report)
     assert (found.found, found.unchecked, found.checked) == ({"b 2": ["X-1", "X-2"]}, ["c"], 2)
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
@@ -20,15 +19,9 @@ from support.remote_raw import PAGE_BYTES, RawSession, close_all, keys_of, refus
 from kvhearth.wire.remote import Outcome
 
 
-def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
-    """Return the lines of one event in the daemon's log, of its gateways too."""
-    lines = [json.loads(line) for line in daemon.own_lines() if line[:1] == "{" and "}" in line]
-    return [line for line in lines if line.get("event") == name]
-
-
 def pid_of(daemon: Daemon) -> int:
     """Return the gateway process that served last."""
-    found: int = events(daemon, "gateway.serving")[-1]["pid"]
+    found: int = daemon.events("gateway.serving")[-1]["pid"]
     return found
 
 
@@ -41,8 +34,8 @@ def page(daemon: Daemon, path: str) -> str:
 
 def served_at(daemon: Daemon, count: int) -> int:
     """Wait until that many processes have come up, one after another; return the port."""
-    until(lambda: len(events(daemon, "gateway.serving")) >= count, "the gateway serves")
-    port: int = events(daemon, "gateway.serving")[0]["port"]
+    until(lambda: len(daemon.events("gateway.serving")) >= count, "the gateway serves")
+    port: int = daemon.events("gateway.serving")[0]["port"]
     return port
 
 
@@ -95,7 +88,7 @@ def test_a_gateway_that_cannot_start_now_starts_later() -> None:
         few = max(int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")) + 1
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (few, before[1]))
         os.kill(pid_of(daemon), signal.SIGKILL)
-        until(lambda: events(daemon, "gateway.cannot_start"), "no descriptor is left")
+        until(lambda: daemon.events("gateway.cannot_start"), "no descriptor is left")
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
         served_at(daemon, 2)
         assert not [name for name in daemon.counters() if name.startswith("task_failures")]

@@ -26,7 +26,6 @@ from kvhearth_server.transport.web.page import VIEWERS_MAX
 from kvhearth_server.transport.web.server import STUCK_S
 
 PAGE_BYTES_MAX = 80 << 10
-MISSES = ("absent", "epoch", "not_summed")
 UNKNOWN = "a" * 64
 
 
@@ -134,46 +133,6 @@ def test_state_of_a_working_engine(daemon: Daemon, neighbour: Engine) -> None:
 
 
 # -- metrics -----------------------------------------------------------------------------------
-
-
-def lookups(found: dict[str, float]) -> dict[str, float]:
-    """Returns keys looked up by reason, the hits as ``dram``."""
-    name = "lookup_blocks_total"
-    values = {reason: found[f"{name}{{{reason},miss}}"] for reason in MISSES}
-    return values | {"dram": found[f"{name}{{,dram}}"]}
-
-
-def test_lookups_are_counted_by_why(daemon: Daemon, neighbour: Engine) -> None:
-    stored, absent = new_keys(5), new_keys(3)
-    assert len(neighbour.store(stored).bound) == 5
-    before, asked = lookups(metrics(daemon)), daemon.counters()["lookup_keys"]
-    neighbour.client.lookup({0: stored + absent}, lease=False)
-    until(lambda: daemon.counters()["lookup_keys"] == asked + 8, "the lookup is posted")
-    after = lookups(metrics(daemon))
-    assert {name: after[name] - before[name] for name in after} == {
-        "dram": 5,
-        "absent": 3,
-        "epoch": 0,
-        "not_summed": 0,
-    }
-    assert sum(after.values()) - sum(before.values()) == daemon.counters()["lookup_keys"] - asked
-    neighbour.client.bump_epoch()
-    until(lambda: neighbour.client.lookup({0: stored}, lease=False).reason == "", "the new epoch")
-    until(lambda: lookups(metrics(daemon))["epoch"] - after["epoch"] == 5, "it is posted, too")
-    found = metrics(daemon)
-    assert sum(lookups(found).values()) == daemon.counters()["lookup_keys"]
-
-
-def test_calls_and_clients_are_measured(daemon: Daemon, neighbour: Engine) -> None:
-    goes_on(neighbour)
-    until(lambda: metrics(daemon).get("rpc_requests_total{OK,Lookup}"), "lookups are posted")
-    found = metrics(daemon)
-    assert found["rpc_seconds_count{Lookup}"] > 0
-    assert found["store_bytes_total{}"] >= 4 * PAGE_BYTES
-    assert found["leased_bytes_total{}"] >= 4 * PAGE_BYTES
-    assert found["process_resident_memory_bytes{}"] > 0
-    reported = until(lambda: ask(daemon, "/v1/stats").json["client_counters"], "a heartbeat")
-    assert reported["attaches"] >= 1
 
 
 def test_eviction_has_an_age(daemon: Daemon, neighbour: Engine) -> None:

@@ -51,24 +51,6 @@ def load(engine: ScriptedEngine, name: str, tokens: int, last: int) -> None:
     engine.finish(request)
 
 
-@pytest.mark.parametrize("shared_index", [True, False], ids=["mapped", "asked"])
-def test_a_prompt_of_262144_tokens(shared_index: bool) -> None:
-    tokens, chunk = 262_144, 32_768
-    size = {"groups": GROUPS, "blocks": 2 * tokens // BLOCK_TOKENS + 2}
-    settings = {"memory": "256MiB", "slot_bytes_min": 4096, "shared_index": shared_index}
-    with running_daemon(arena=False, **settings) as daemon:
-        with scripted_engine(
-            daemon.url(), pool_tokens=2 * chunk, held_percent=90, **size
-        ) as engine:
-            prefill(engine, "a", tokens, chunk)
-            assert engine.counts["store_blocks"] == 2 * tokens // BLOCK_TOKENS
-            load(engine, "b", tokens, 62)
-            # What is known need not be stored again.
-            assert engine.counts["store_blocks"] == 2 * tokens // BLOCK_TOKENS
-        daemon.wait_quiet()
-        assert daemon.counters()["lookup_keys"] >= 2 * 2 * (tokens // BLOCK_TOKENS - 1)
-
-
 @contextlib.contextmanager
 def reached(daemon: Daemon, *, far: bool) -> Iterator[str]:
     """Yield the URL of a daemon, or of a gateway to it."""

@@ -173,9 +173,3 @@ def test_leases_sessions_and_what_a_restart_took_over(daemon: Daemon) -> None:
         )
     until(lambda: Scrape(daemon).of("sessions") == 0, "the session ends")
     assert Scrape(daemon).of("sessions_closed_total") == 1
-
-
-def test_contract_is_the_engines() -> None:
-    """The sizes above are those of the contract's blocks: one shard of one page."""
-    (group,) = CONTRACT.groups
-    assert (group.page_bytes, group.shards) == (PAGE_BYTES, 1)

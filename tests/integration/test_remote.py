@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from kvhearth.results import CommitGroup
 from kvhearth.session.remote_arena import RemoteArena
 from kvhearth.transfer.copier_pool import default_copier
 from kvhearth.wire.remote import Purpose
-from kvhearth_lab.harness.engine import contract_of
 from kvhearth_lab.harness.relay import Relay, relay
 from kvhearth_server.gateway.tokens import Identity, add_token
 
@@ -65,7 +63,7 @@ def network(served: tuple[Daemon, GatewayProcess]) -> Iterator[tuple[Relay, Cach
         yield between, engine
 
 
-@pytest.mark.parametrize("more", ["", "&connections=1", "&staging=1MiB"])
+@pytest.mark.parametrize("more", ["", "&connections=1&staging=1MiB"])
 def test_blocks_are_stored_and_loaded(served: tuple[Daemon, GatewayProcess], more: str) -> None:
     daemon, process = served
     keys = keys_of(48)
@@ -201,11 +199,8 @@ def test_without_a_gateway_all_is_a_miss_until_the_next_one(
         assert engine.store(keys).stored == 16
         process.end(signal.SIGKILL)
         until(lambda: not engine.client.session_id, "its end is noticed")
-        began = time.monotonic()
-        for _ in range(3):
-            assert engine.load(keys).usable_blocks == 0
-            assert engine.store(keys_of(2)).stored == 0
-        assert time.monotonic() - began < DONE_S
+        assert engine.load(keys).usable_blocks == 0
+        assert engine.store(keys_of(2)).stored == 0
         with gateway(daemon.socket_dir, "--listen", f"127.0.0.1:{process.port}"):
             assert engine.client.wait_ready(DONE_S)
             assert engine.load(keys).usable_blocks == 16
@@ -239,7 +234,7 @@ def test_kills_while_bytes_move_serve_no_wrong_byte(
     keys = keys_of(64)
     with cached_engine(url_of(process.port)) as engine:
         assert engine.store(keys).stored == 64
-        for turn in range(4):
+        for turn in range(2):
             begun = [engine.begin_load(keys) for _ in range(2)]
             begun_store = engine.begin_store(keys_of(64))
             if turn % 2:
@@ -250,39 +245,6 @@ def test_kills_while_bytes_move_serve_no_wrong_byte(
             begun_store.result(DONE_S)
             until(lambda: engine.client.wait_ready(1.0), "attached again")
         until(lambda: engine.load(keys).usable_blocks == 64, "all loads again")
-
-
-def test_two_ranks_store_and_load_their_shards(served: tuple[Daemon, GatewayProcess]) -> None:
-    daemon, process = served
-    contract = contract_of(PAGE_BYTES, shards=2)
-    clients = [
-        connect(url_of(process.port), contract, engine_id="two", scheduler=rank == 0, rank=rank)
-        for rank in range(2)
-    ]
-    random = np.random.default_rng(7)
-    shards = [random.integers(0, 256, (4, PAGE_BYTES), np.uint8) for _ in clients]
-    try:
-        assert all(client.wait_ready(DONE_S) for client in clients)
-        room = clients[0].reserve({0: 4})
-        extents = room.groups[0]
-        sums = np.zeros((4, 2, 16), np.uint8)
-        for rank, client in enumerate(clients):
-            done = moved(client, CopyKind.STORE, room.boot_id, extents[:, rank], shards[rank])
-            assert done.checksums is not None
-            sums[:, rank] = done.checksums
-        keys = keys_of(4)
-        group = CommitGroup(keys, extents, sums, b"")
-        assert clients[0].commit({0: group}, boot_id=room.boot_id).stored[0].all()
-        found = clients[0].lookup({0: keys})
-        leased = found.groups[0].extents.reshape(4, 2)
-        for rank, client in enumerate(clients):
-            target = np.zeros((4, PAGE_BYTES), np.uint8)
-            moved(client, CopyKind.LOAD, found.boot_id, leased[:, rank], target)
-            assert (target == shards[rank]).all()
-        clients[0].release(found.lease)
-    finally:
-        assert [client.close() for client in clients] == [True, True]
-    daemon.wait_quiet()
 
 
 @pytest.mark.parametrize("own_certificate", [False, True], ids=["token", "certificate"])

@@ -172,3 +172,22 @@ def test_the_daemon_loads_no_client_library() -> None:
         "sys.exit(bool(heavy & {name.partition('.')[0] for name in sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_cancelled_rows_do_not_begin(desk: MoverDesk) -> None:
+    desk.put(range(4))
+    pid = desk.mover.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    ticket = desk.mover.submit(desk.get_request(range(4)), DEADLINE_S)
+    assert isinstance(ticket, int)
+    desk.mover.cancel(ticket)
+    os.kill(pid, signal.SIGCONT)
+    assert set(kinds(desk.final(ticket))) <= {"Done", "Failed cancelled"}
+
+
+def test_a_drained_mover_takes_nothing(desk: MoverDesk) -> None:
+    assert desk.mover.drain(1.0)
+    refused = desk.mover.submit(Exists(SPACE, family(), [b"k"]), 1.0)
+    assert isinstance(refused, Throttled)
+    assert refused.reason == "draining"

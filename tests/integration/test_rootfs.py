@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -50,14 +49,7 @@ print(pwd.getpwuid(os.getuid()).pw_name, os.getgid(), kvhearth.native.available(
 URL_OPTIONS = "call_ms=4000&lookup_ms=4000&heartbeat_ms=200"
 
 
-def _rootfs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kvhearth_rootfs", ROOTFS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+_SCRIPT = runpy.run_path(str(ROOTFS))
 
 
 # -- the Dockerfile --------------------------------------------------------------------------------
@@ -72,7 +64,7 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 
 def test_the_dockerfile_is_what_the_script_follows() -> None:
-    builder, final = _rootfs().stages_of((ROOT / "Dockerfile").read_text())
+    builder, final = _SCRIPT["stages_of"]((ROOT / "Dockerfile").read_text())
     assert [run.text for run in builder.each("RUN")] == [
         "./deploy/docker/install.sh /src /image"
     ], "put it into install.sh, which both run"
@@ -88,7 +80,7 @@ def test_the_dockerfile_is_what_the_script_follows() -> None:
 
 def test_all_that_is_copied_is_sent_to_the_engine() -> None:
     """A copied file that .dockerignore excludes would fail only in a container engine."""
-    builder, _ = _rootfs().stages_of((ROOT / "Dockerfile").read_text())
+    builder, _ = _SCRIPT["stages_of"]((ROOT / "Dockerfile").read_text())
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     sent = {line[1:] for line in lines if line.startswith("!")}
     copied = {Path(n).as_posix() for one in builder.each("COPY") for n in one.words[:-1]}
@@ -131,7 +123,7 @@ def jailed(root: Path) -> Iterator[Jail]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_size_and_what_is_not_there(root: Path) -> None:
-    size = _rootfs().size_bytes(root)
+    size = _SCRIPT["size_bytes"](root)
     print(f"installed: {size / 1e6:.0f} MB")
     assert size <= INSTALLED_BYTES_MAX
     names = {path.name.lower() for path in root.rglob("*")}
@@ -220,7 +212,7 @@ def test_an_image_with_remotes_serves_one() -> None:
     folder.chmod(0o755)
     try:
         root = build_root(folder / "root", "server,remote")
-        size = _rootfs().size_bytes(root)
+        size = _SCRIPT["size_bytes"](root)
         print(f"installed: {size / 1e6:.0f} MB")
         assert size <= WITH_REMOTES_BYTES_MAX
         with directories() as (sockets, arena):

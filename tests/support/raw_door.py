@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,6 @@ from support.daemon import Daemon, until
 _numbers = itertools.count()
 CALL_S = 20.0
 PAGE_BYTES = 16 * 1024
-NEIGHBOUR_S = 20.0
-"""Time in which a well-behaved engine stores and loads, whatever other clients do. It takes
-milliseconds; the bound is for a shared machine.
-"""
 
 
 def raw_contract(**changes: Any) -> Contract:
@@ -347,15 +342,11 @@ def refused(daemon: Daemon, reason: Reason) -> Iterator[pytest.ExceptionInfo[KVH
 
 
 def goes_on(engine: Engine) -> None:
-    """Check that a well-behaved engine stores new blocks and loads its own bytes, in bounded
-    time.
-    """
-    started = time.monotonic()
+    """Check that a well-behaved engine stores new blocks and loads its own bytes."""
     keys = new_keys(4)
     assert len(engine.store(keys).bound) == 4
     seen = engine.check(keys)
     assert (seen.right, seen.bad) == (keys, []), seen
-    assert time.monotonic() - started < NEIGHBOUR_S
 
 
 def end_well(daemon: Daemon) -> None:
