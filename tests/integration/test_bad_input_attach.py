@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import resource
+import socket
 import struct
-import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
 from support.raw_door import (
+    OTHER_UID,
     PAGE_BYTES,
     RawLine,
     RawSession,
+    as_root,
+    as_user,
     attach_path,
     drop,
     end_well,
@@ -293,106 +296,44 @@ def test_long_contracts_outlive_a_restart() -> None:
 
 # -- tenants ------------------------------------------------------------------------------------
 
-ANONYMOUS = 65534
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to run a process as another user")
-
-ATTACH_AS_ANOTHER_USER = """
-import json, mmap, os, socket, struct, sys
-
-folder, hello = sys.argv[1:]
-for name in ("grpc.sock", "admin.sock"):
-    with socket.socket(socket.AF_UNIX) as other:
-        try:
-            other.connect(folder + "/" + name)
-            sys.exit(name + " is open to others")
-        except PermissionError:
-            pass
-line = socket.socket(socket.AF_UNIX)
-line.connect(folder + "/attach.sock")
-line.sendall(struct.pack("<I", len(hello)) + hello.encode())
-data, descriptors, _, _ = socket.recv_fds(line, 65536, 8)
-answer = json.loads(data[4:])
-answer["files"] = [[os.fstat(one).st_dev, os.fstat(one).st_ino] for one in descriptors]
-if descriptors:
-    size = os.fstat(descriptors[0]).st_size
-    with mmap.mmap(descriptors[0], size, prot=mmap.PROT_READ) as seen:
-        answer["clean"] = not seen[:].strip(bytes(1))
-print(json.dumps(answer), flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def another_user(daemon: Daemon, **changes: Any) -> Iterator[dict[str, Any]]:
-    """Yields the daemon's answer to another user's hello; the session ends with the block."""
-    # Access to the socket is controlled by its directory.
-    daemon.folder.chmod(0o755)
-    daemon.socket_dir.chmod(0o755)
-    words = [str(daemon.socket_dir), json.dumps(raw_hello(**changes))]
-    with subprocess.Popen(
-        ["/usr/bin/env", "python3", "-c", ATTACH_AS_ANOTHER_USER, *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        user=ANONYMOUS,
-        group=ANONYMOUS,
-        extra_groups=[],
-        cwd="/",
-    ) as process:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())
-        process.communicate()
-
 
 @as_root
 def test_a_user_of_no_tenant(daemon: Daemon) -> None:
-    before = refusals(daemon, Reason.PEER_NOT_ALLOWED)
-    with another_user(daemon) as answer:
-        assert (answer["kind"], answer["reason"]) == ("refused", "peer_not_allowed")
-        assert f"user id {ANONYMOUS}" in answer["message"]
-        assert "allow_uids" in answer["message"]
-        assert answer["files"] == []
-    assert refusals(daemon, Reason.PEER_NOT_ALLOWED) == before + 1
+    with refused(daemon, Reason.PEER_NOT_ALLOWED) as caught, as_user(daemon):
+        for name in ("grpc.sock", "admin.sock"):
+            with socket.socket(socket.AF_UNIX) as other, pytest.raises(PermissionError):
+                other.connect(str(daemon.socket_dir / name))
+        RawSession(daemon)
+    assert f"user id {OTHER_UID}" in caught.value.message
+    assert "allow_uids" in caught.value.message
 
 
 @as_root
 def test_tenants_share_nothing() -> None:
     """The same contract, engine id and keys under another user: a miss, and separate memory."""
-    tenants = f"a=0:8MiB b={ANONYMOUS}:8MiB"
+    tenants = f"a=0:8MiB b={OTHER_UID}:8MiB"
     contract = contract_of(PAGE_BYTES)
+    hello = {"engine_id": "same", "contract": contract.to_json(), "map_arena": True}
     with running_daemon(arena=False, tenants=tenants) as daemon:
-        with engine_of(daemon.url(), contract, "same") as engine:
-            goes_on(engine)
+        with engine_of(daemon.url(), contract, "same") as engine, contextlib.ExitStack() as held:
             keys = new_keys(3)
             assert len(engine.store(keys).bound) == 3
-            hello = {"engine_id": "same", "contract": contract.to_json(), "map_arena": True}
-            with (
-                RawSession(daemon, **{**hello, "engine_id": "mine"}) as mine,
-                another_user(daemon, **hello) as theirs,
-            ):
-                check_apart(daemon, mine, theirs, keys)
-            goes_on(engine)
+            mine = held.enter_context(RawSession(daemon, **{**hello, "engine_id": "mine"}))
+            with as_user(daemon):
+                theirs = held.enter_context(RawSession(daemon, **hello))
+            assert theirs.welcome["namespace"] != mine.welcome["namespace"]
+            ours, others = (os.fstat(one.line.descriptors[0]) for one in (mine, theirs))
+            assert (ours.st_dev, ours.st_ino) != (others.st_dev, others.st_ino)
+            with mmap.mmap(theirs.line.descriptors[0], 0, prot=mmap.PROT_READ) as seen:
+                assert not seen[:].strip(bytes(1)), "another tenant's segment holds bytes of ours"
+            assert mine.lookup(keys).groups[0].present == b"\x07"
+            extents = mine.reserve(2)
+            token, mine.token = mine.token, theirs.token
+            found = mine.lookup(keys, lease_id=7)
+            assert (found.groups[0].present, found.hit_tokens, found.lease_id) == (b"\0", 0, 0)
+            for steal in (lambda: mine.commit(new_keys(2), extents), lambda: mine.abort(extents)):
+                with refused(daemon, Reason.FOREIGN_EXTENT):
+                    steal()
+            mine.token = token
+            assert mine.abort(extents).freed_slots == 2
         end_well(daemon)
-
-
-def check_apart(
-    daemon: Daemon, mine: RawSession, theirs: dict[str, Any], keys: list[bytes]
-) -> None:
-    assert theirs["kind"] == "welcome", theirs
-    assert theirs["namespace"] != mine.welcome["namespace"]
-    facts = [os.fstat(one) for one in mine.line.descriptors]
-    assert [theirs["files"][0]] != [[facts[0].st_dev, facts[0].st_ino]]
-    assert theirs["clean"], "another tenant's segment holds bytes of ours"
-    assert mine.lookup(keys).groups[0].present == b"\x07"
-    extents = mine.reserve(2)
-    token, mine.token = mine.token, theirs["token"]
-    try:
-        found = mine.lookup(keys, lease_id=7)
-        assert (found.groups[0].present, found.hit_tokens, found.lease_id) == (b"\0", 0, 0)
-        with refused(daemon, Reason.FOREIGN_EXTENT):
-            mine.commit(new_keys(2), extents)
-        with refused(daemon, Reason.FOREIGN_EXTENT):
-            mine.abort(extents)
-    finally:
-        mine.token = token
-    assert mine.abort(extents).freed_slots == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from support.cached import cached_engine
-from support.daemon import free_port, running_daemon
+from support.daemon import running_daemon
 from support.manifests import DEPLOY
 from support.memory_places import HUGE, on_hugetlbfs
 from support.raw_door import new_keys
@@ -228,8 +228,7 @@ def test_the_rendered_daemon_serves_and_keeps_its_blocks() -> None:
         del given[placed]
     keys = new_keys(20)
     # An engine that another container's user runs, here this process's own.
-    http = f"127.0.0.1:{free_port()}"
-    with running_daemon(command=True, http=http, **given) as daemon:
+    with running_daemon(command=True, http="127.0.0.1:0", **given) as daemon:
         with cached_engine(daemon.url()) as engine:
             assert engine.store(keys).stored == 20
         assert daemon.restart(), "another pod of the daemonset"

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
 from support.raw_door import (
+    OTHER_UID,
     PAGE_BYTES,
     RawSession,
+    as_root,
+    as_user,
     end_well,
     goes_on,
 )
@@ -26,34 +28,19 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
 
-OTHER = 65534
-TENANTS = f"a={OTHER}:8MiB b={os.getuid()}:8MiB"
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to attach as another user")
-
-
-@contextlib.contextmanager
-def as_tenant_a(daemon: Daemon) -> Iterator[None]:
-    """Connect as the user of tenant a within the block."""
-    # Access to the socket is controlled by its directory.
-    daemon.folder.chmod(0o755)
-    daemon.socket_dir.chmod(0o755)
-    os.seteuid(OTHER)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
+TENANTS = f"a={OTHER_UID}:8MiB b={os.getuid()}:8MiB"
 
 
 @as_root
 def test_the_sessions_of_one_tenant_do_not_lock_the_other_out() -> None:
     with running_daemon(arena=False, tenants=TENANTS, sessions_max=24) as daemon:
-        with contextlib.ExitStack() as held, as_tenant_a(daemon):
-            for _ in range(12):
-                held.enter_context(RawSession(daemon))
-            with pytest.raises(KVHearthError, match="sessions_max") as caught:
-                RawSession(daemon)
-            assert caught.value.reason is Reason.TOO_MANY_SESSIONS
-            os.seteuid(0)
+        with contextlib.ExitStack() as held:
+            with as_user(daemon):
+                for _ in range(12):
+                    held.enter_context(RawSession(daemon))
+                with pytest.raises(KVHearthError, match="sessions_max") as caught:
+                    RawSession(daemon)
+                assert caught.value.reason is Reason.TOO_MANY_SESSIONS
             with engine_of(daemon.url(), contract_of(PAGE_BYTES), "good") as engine:
                 goes_on(engine)
         until(lambda: daemon.stats().sessions == 0, "all left")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import Daemon, free_port, running_daemon, until
+from support.daemon import Daemon, running_daemon, until
+from support.http_door import ANY_PORT, ask, scraped
 from support.raw_door import new_keys
 
 from kvhearth import native
@@ -134,8 +134,7 @@ def test_lookups_repeated_while_blocks_are_promoted_count_once(tmp_path: Path) -
 
 
 def test_the_curve_in_http_metrics_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    with running_daemon(arena=False, http=f"127.0.0.1:{port}") as daemon:
+    with running_daemon(arena=False, http=ANY_PORT) as daemon:
         folder = ["--socket-dir", str(daemon.socket_dir)]
         assert app.run(["mrc", *folder]) == 0
         assert "nobody has looked anything up yet" in capsys.readouterr().err
@@ -145,12 +144,9 @@ def test_the_curve_in_http_metrics_and_the_command(capsys: pytest.CaptureFixture
             for _ in range(5):
                 engine.client.lookup({0: keys})
             wait_asked(daemon, 100)
-        base = f"http://127.0.0.1:{port}"
-        with urllib.request.urlopen(f"{base}/v1/stats", timeout=10) as answer:
-            stats = json.load(answer)
+        stats = ask(daemon, "/v1/stats").json
         assert [each["factor"] for each in stats["curves"][0]["memory"]] == [0.5, 1, 2, 4]
-        with urllib.request.urlopen(f"{base}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
+        text = scraped(daemon)
         labels = 'factor="2",namespace="all",tenant="default",tier="memory"'
         (line,) = [
             line

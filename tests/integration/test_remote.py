@@ -20,7 +20,7 @@ from support.cached import (
     wrong_bytes,
 )
 from support.certificates import Authority
-from support.daemon import Daemon, free_port, running_daemon, until
+from support.daemon import Daemon, running_daemon, until
 from support.remote_raw import GatewayProcess, gateway
 
 from kvhearth import PagedKV, connect
@@ -264,8 +264,9 @@ def test_an_identity_over_tls(tmp_path: Path, own_certificate: bool) -> None:
     else:
         add_token(tokens, Identity("far", "default"), secret.read_text())
         proof = f"&token_file={secret}"
-    settings["listen"] = f"127.0.0.1:{free_port()}"
-    with running_daemon(memory="32MiB", **settings) as daemon:
+    with running_daemon(memory="32MiB", listen="127.0.0.1:0", **settings) as daemon:
+        (served, *_) = until(lambda: daemon.events("gateway.serving"), "the gateway serves")
+        daemon.settings["listen"] = f"127.0.0.1:{served['port']}"
         url = daemon.remote_url(f"{OPTIONS}&ca={authority.path}{proof}").replace("://", "s://", 1)
         keys = keys_of(32)
         with cached_engine(url) as engine:

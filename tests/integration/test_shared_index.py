@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.native import without_native
-from support.raw_door import RawSession, new_keys
+from support.raw_door import OTHER_UID, RawSession, as_root, as_user, new_keys
 from support.scripted_engine import scripted_engine
 
 from kvhearth import native
@@ -316,16 +316,16 @@ def test_a_client_that_is_killed_leaves_nothing() -> None:
         engine.client.release(found.lease)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root to attach as another user")
+@as_root
 def test_a_table_has_no_word_of_another_tenants_keys() -> None:
     """The same contract, engine and keys: each tenant maps a table of its own segment."""
-    tenants = f"a={OTHER}:8MiB b={os.getuid()}:8MiB"
+    tenants = f"a={OTHER_UID}:8MiB b={os.getuid()}:8MiB"
     with (
         running_daemon(arena=False, tenants=tenants, shared_index=True) as daemon,
         contextlib.ExitStack() as ends,
     ):
         ours = ends.enter_context(ready(daemon))
-        with as_user(daemon, OTHER):
+        with as_user(daemon):
             theirs = ends.enter_context(ready(daemon))
             seen = _table_of(daemon, ends)
         own = _table_of(daemon, ends)
@@ -343,22 +343,6 @@ def test_a_table_has_no_word_of_another_tenants_keys() -> None:
             # The first 8 bytes of the rows count blocks without room; one namespace has a row.
             rows = np.frombuffer(data[8 : 8 * NAMESPACES], np.uint64)
             assert np.count_nonzero(rows) == 1
-
-
-OTHER = 65534
-
-
-@contextlib.contextmanager
-def as_user(daemon: Daemon, uid: int) -> Iterator[None]:
-    """Connect as another user within the block."""
-    # Access to the socket is controlled by its directory.
-    daemon.folder.chmod(0o755)
-    daemon.socket_dir.chmod(0o755)
-    os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def _table_of(daemon: Daemon, ends: contextlib.ExitStack) -> mmap.mmap:
@@ -460,17 +444,6 @@ def test_the_index_answers_as_the_daemon_does() -> None:
             for client, found in zip(clients, (by_map, by_call), strict=True):
                 client.release(None if found is None else found.lease)
         assert answered > 15
-        _commit(clients[0], 0, keys)
-        _commit(clients[0], 1, keys)
-        _commit(clients[0], 2, keys[:12])
-        asked = {0: keys, 1: keys, 2: keys[:12]}
-        by_map = clients[0].lookup_mapped(asked)
-        by_call = clients[1].lookup(asked)
-        assert by_map is not None
-        assert by_map.hit_tokens == by_call.hit_tokens == 24 * 16
-        for group, found in by_call.groups.items():
-            assert by_map.groups[group].leased.tolist() == found.leased.tolist()
-            assert by_map.groups[group].extents.tobytes() == found.extents.tobytes()
 
 
 def _client(daemon: Daemon, ends: contextlib.ExitStack, *, shared_index: bool) -> KVClient:

@@ -5,8 +5,6 @@ and continues once there is room again.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,41 +29,10 @@ AGAIN_S = 100.0
 """Time in which the tier retries; it asks for room once a minute."""
 
 
-@contextmanager
-def ext4(folder: Path) -> Iterator[Path]:
-    """A small temporary ext4 on a file; root only."""
-    tool = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-    if os.geteuid() != 0 or tool is None:
-        pytest.skip("a file system on a file needs root and mkfs.ext4")
-    image, place = folder / "image", folder / "drive"
-    with image.open("wb") as file:
-        file.truncate(DRIVE_BYTES)
-    subprocess.run([tool, "-q", "-m", "0", str(image)], check=True, capture_output=True)
-    place.mkdir()
-    mount = ["mount", "-o", "loop", str(image), str(place)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a file here: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-@contextmanager
-def tmpfs(folder: Path) -> Iterator[Path]:
-    """A tmpfs of the same size, without a drive under it."""
-    with mounted("tmpfs", f"size={DRIVE_BYTES}", folder / "drive") as place:
-        yield place
-
-
-KINDS = {"ext4": ext4, "tmpfs": tmpfs}
-
-
-@pytest.fixture(params=KINDS)
-def drive(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Path]:
     """A separate small file system."""
-    with KINDS[request.param](tmp_path) as place:
+    with mounted("tmpfs", f"size={DRIVE_BYTES}", tmp_path / "drive") as place:
         yield place
 
 

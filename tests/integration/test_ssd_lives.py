@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 
 import grpc
@@ -19,14 +18,15 @@ BLOCKS = 400
 
 def ask_until_dead(daemon: Daemon, engine: Engine, keys: list[bytes]) -> None:
     """Looks up and stores until the daemon has died at its fault point."""
-    end = time.monotonic() + 30
-    while not daemon.dead:
-        assert time.monotonic() < end, "it does not come to its fault point"
+
+    def dead() -> bool:
         with contextlib.suppress(grpc.RpcError):
             for start in range(0, len(keys), PAGES):
                 engine.client.lookup({0: keys[start : start + PAGES]}, lease=False, prefetch=True)
             engine.store(new_keys(4))
-        time.sleep(0.005)
+        return daemon.dead
+
+    until(dead, "it comes to its fault point", 60)
 
 
 @pytest.mark.parametrize(

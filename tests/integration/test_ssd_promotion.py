@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,12 +103,11 @@ def test_a_daemon_that_is_killed_during_promotion(tmp_path: Path) -> None:
 def quiet(daemon: Daemon) -> None:
     """Waits until nothing is leased and nothing moves between the tiers; checks the books."""
     moved = ("promoted_blocks", "demoted_blocks", "prefetch_cancelled", "promotion_failed")
+    seen: list[list[int]] = []
 
     def still() -> bool:
-        before = [daemon.counters().get(name, 0) for name in moved]
-        time.sleep(0.1)
-        after = [daemon.counters().get(name, 0) for name in moved]
-        return before == after and not daemon.stats().leases
+        seen.append([daemon.counters().get(name, 0) for name in moved])
+        return seen[-10:] == 10 * seen[-1:] and not daemon.stats().leases
 
     until(still, "nothing is leased, nothing is promoted")
 

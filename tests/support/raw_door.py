@@ -360,3 +360,21 @@ def end_well(daemon: Daemon) -> None:
     assert daemon.terminate() == 0, daemon.log_tail()
     for sign in ("Traceback", "never retrieved"):
         assert sign not in daemon.log_text(), daemon.log_tail()
+
+
+OTHER_UID = 65534
+"""User id of another tenant, or of none."""
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to attach as another user")
+
+
+@contextlib.contextmanager
+def as_user(daemon: Daemon, uid: int = OTHER_UID) -> Iterator[None]:
+    """Connect as another user within the block: the kernel tells the daemon the effective one."""
+    # Access to the socket is controlled by its directory.
+    daemon.folder.chmod(0o755)
+    daemon.socket_dir.chmod(0o755)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
