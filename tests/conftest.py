@@ -11,7 +11,7 @@ import pytest
 import structlog
 from hypothesis import Phase, settings
 from support.daemon import Daemon, running_daemon
-from support.guard import guard  # noqa: F401 - an autouse fixture
+from support.guard import guard, module_guard  # noqa: F401 - they are autouse
 from support.native import without_native
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on
 from support.scripted_clock import ScriptedClock, scripted_clock

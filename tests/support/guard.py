@@ -56,9 +56,13 @@ class State:
         self.processes = _children(self.nursery)
         self.descriptors = _descriptors()
 
-    def left(self) -> list[str]:
-        """Return what is different now; the process' settings are put back."""
-        found = self._settings_left()
+    def left(self, *, resources: bool = True) -> list[str]:
+        """Return what is different now; settings of the process are put back."""
+        found = self._settings_left() + (self._resources_left() if resources else [])
+        return [f"leaves {each}" for each in found]
+
+    def _resources_left(self) -> list[str]:
+        found = list[str]()
         end = time.monotonic() + ENDED_S
         for thread in set(threading.enumerate()) - self.threads:
             thread.join(max(end - time.monotonic(), 0.0))
@@ -187,5 +191,26 @@ def guard(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> I
     request.node.funcargs.clear()
     for record in caplog.get_records("call"):
         record.exc_info = None
-    if problems := [*dict.fromkeys(found), *(f"leaves {each}" for each in before.left())]:
+    # What a fixture of the module owns may come and go with any of its tests.
+    left = before.left(resources=not _shares(request))
+    if problems := [*dict.fromkeys(found), *left]:
         pytest.fail("; ".join(problems), pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def module_guard() -> Iterator[None]:
+    """Fail the last test of a module whose own fixtures leave something behind."""
+    before = State()
+    yield
+    if problems := before.left():
+        pytest.fail("; ".join(problems), pytrace=False)
+
+
+def _shares(request: pytest.FixtureRequest) -> bool:
+    """Whether the test uses a fixture of ours that other tests use, too."""
+    definitions = request.node._fixtureinfo.name2fixturedefs
+    return any(
+        each.scope != "function" and each.baseid and name != "module_guard"
+        for name, found in definitions.items()
+        for each in found
+    )
