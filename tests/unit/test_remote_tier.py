@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.drive import Drive
 from support.mover_double import ScriptedMover
-from support.tiers import Arena, Clock, Desk, family, key_of, keys_of
+from support.tiers import Arena, Desk, family, key_of, keys_of
 
 from kvhearth_server.tiers.base import (
     Corrupt,
@@ -31,7 +32,8 @@ class Rig(Desk):
     """A desk whose tier is remote, with its mover and clock."""
 
     def __init__(self, **options: object) -> None:
-        self.clock = Clock()
+        drive = Drive()
+        self.clock = drive.clock
         arena = Arena()
         self.mover = ScriptedMover([arena.bytes])
         self.remote = RemoteTier(
@@ -43,7 +45,7 @@ class Rig(Desk):
             **options,  # type: ignore[arg-type]
         )
         self.remote.use_identities(lambda of: Identity("t", of.namespace.hex(), ""))
-        super().__init__(self.remote, arena)
+        super().__init__(self.remote, arena, drive)
 
     def ask(self, numbers: range) -> Known:
         """Ask about a chain."""
@@ -60,7 +62,7 @@ class Rig(Desk):
 
     def forget(self) -> None:
         """Let the existence cache forget everything."""
-        self.clock.put_forward(POSITIVE_S + 1)
+        self.clock.now += POSITIVE_S + 1
 
     def put_all(self, numbers: range) -> None:
         """Store blocks and forget that they are there."""
@@ -117,12 +119,12 @@ def test_a_longer_chain_asks_only_about_what_is_new(rig: Rig) -> None:
 def test_knowledge_ends(rig: Rig) -> None:
     rig.put_all(range(2))
     assert rig.known(range(4))[0] == 2
-    rig.clock.put_forward(NEGATIVE_S + 0.1)
+    rig.clock.now += NEGATIVE_S + 0.1
     facts = rig.ask(range(4))
     assert facts.present.tolist() == [True, True, False, False]
     assert facts.asking is not None
     assert facts.asking.tolist() == [False, False, True, True]
-    rig.pump(0.01)
+    rig.idle()
     rig.forget()
     facts = rig.ask(range(4))
     assert facts.asking is not None
@@ -157,7 +159,7 @@ def test_a_chain_whose_first_read_failed_is_whole_again_soon(rig: Rig) -> None:
     rig.load(range(8))
     assert not rig.ask(range(8)).present.any()
     rig.mover.failure = None
-    rig.clock.put_forward(NEGATIVE_S + 1)
+    rig.clock.now += NEGATIVE_S + 1
     assert rig.ask(range(8)).present.all(), "the others are known to be there for longer"
 
 
@@ -169,7 +171,7 @@ def test_wrong_bytes_are_deleted_and_absent(rig: Rig) -> None:
     assert [outcome for outcome, _ in done.parts if isinstance(outcome, Corrupt)] == [
         Corrupt("remote")
     ]
-    rig.pump(0.01)
+    rig.idle()
     deleted = [each for each in rig.mover.requests if isinstance(each, Delete)]
     assert [each.keys for each in deleted] == [[key_of(2)]]
     assert not rig.remote.breaker.is_open, "wrong bytes are no failure of transport"
@@ -204,12 +206,12 @@ def test_failures_open_the_breaker_and_it_closes_by_itself(rig: Rig, failure: st
     rig.remote.poll()
     assert not rig.mover.requests, "an open breaker sends nothing"
     for _ in range(4):
-        rig.clock.put_forward(30.0)
+        rig.clock.now += 30.0
         rig.remote.poll()
         rig.remote.poll()
     assert len(rig.mover.requests) == 4, "one probe at a time"
     rig.mover.failure = None
-    rig.clock.put_forward(30.0)
+    rig.clock.now += 30.0
     rig.remote.poll()
     rig.remote.poll()
     assert not rig.remote.breaker.is_open
@@ -237,7 +239,7 @@ def test_a_mover_that_is_down_costs_lookups_nothing(rig: Rig) -> None:
     assert not facts.present.any()
     assert facts.asking is None
     assert rig.remote.problems() == {}, "it may be starting"
-    rig.clock.put_forward(3.0)
+    rig.clock.now += 3.0
     (reason,) = rig.remote.problems().values()
     assert "no such bucket; create it" in reason
 
@@ -260,18 +262,17 @@ def test_a_mover_that_refuses_leaves_blocks_absent_for_a_moment(rig: Rig) -> Non
 )
 def test_stores_are_bounded(limits: Limits, reason: str) -> None:
     rig = Rig(limits=limits)
-    with rig.clock.held():
-        taken = 0
-        while not isinstance(
-            answer := rig.remote.submit_store(rig.store_batch([taken], OF)), Throttled
-        ):
-            rig.wait(answer)
-            taken += 1
-        assert (taken, answer.reason) == (2, reason)
-        assert answer.retry_after_s > 0
-    rig.clock.put_forward(answer.retry_after_s)
+    taken = 0
+    while not isinstance(
+        answer := rig.remote.submit_store(rig.store_batch([taken], OF)), Throttled
+    ):
+        rig.idle()
+        taken += 1
+    assert (taken, answer.reason) == (2, reason)
+    assert answer.retry_after_s > 0
+    rig.clock.now += answer.retry_after_s
     assert not isinstance(rig.remote.submit_store(rig.store_batch([taken], OF)), Throttled)
-    rig.pump(0.01)
+    rig.idle()
     rig.remote.close()
 
 
@@ -296,8 +297,7 @@ def test_what_the_remote_has_is_not_sent_again(rig: Rig) -> None:
     assert rig.load([7]).parent_keys == [key_of(6)]
 
 
-def test_figures() -> None:
-    rig = Rig()
+def test_figures(rig: Rig) -> None:
     rig.store(range(4))
     rig.forget()
     rig.load(range(4))
@@ -305,4 +305,3 @@ def test_figures() -> None:
     assert (now.count("stored_blocks"), now.count("loaded_blocks")) == (4, 4)
     assert now.cache_entries == 4
     assert all(type(each) is not Exists for each in rig.mover.requests)
-    rig.remote.close()
