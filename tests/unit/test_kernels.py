@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,24 +76,21 @@ def _fragments(random: np.random.Generator, count: int, aligned: bool) -> list[t
     return rows
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("count", [1, 3, 40])
-def test_random_fragments_arrive_and_nothing_beside_them(
-    kernels: Any, seed: int, aligned: bool, count: int
-) -> None:
-    random = np.random.default_rng(seed)
-    source = random.integers(0, 256, MEMORY_BYTES, np.uint8)
-    target = random.integers(0, 256, MEMORY_BYTES, np.uint8)
-    wanted = target.copy()
-    rows = _fragments(random, count, aligned)
-    for begin, at, size in rows:
-        wanted[at : at + size] = source[begin : begin + size]
-    addresses = table(rows)
-    addresses[:, 0] += source.ctypes.data
-    addresses[:, 1] += target.ctypes.data
-    kernels.move(addresses)
-    np.testing.assert_array_equal(target, wanted)
+def test_random_fragments_arrive_and_nothing_beside_them(kernels: Any, aligned: bool) -> None:
+    for seed, count in enumerate((1, 1, 3, 3, 40, 40)):
+        random = np.random.default_rng(seed)
+        source = random.integers(0, 256, MEMORY_BYTES, np.uint8)
+        target = random.integers(0, 256, MEMORY_BYTES, np.uint8)
+        wanted = target.copy()
+        rows = _fragments(random, count, aligned)
+        for begin, at, size in rows:
+            wanted[at : at + size] = source[begin : begin + size]
+        addresses = table(rows)
+        addresses[:, 0] += source.ctypes.data
+        addresses[:, 1] += target.ctypes.data
+        kernels.move(addresses)
+        np.testing.assert_array_equal(target, wanted)
 
 
 def test_no_fragments_and_wrong_tables(kernels: Any) -> None:
@@ -115,7 +113,7 @@ def _sums(kernels: Any, runs: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
-    "run_bytes", [248, 256, 264, 1016, 1024, 1032, 1088, 2048, 8192, 8200, 65536 + 640]
+    "run_bytes", [248, 256, 264, 1016, 1024, 1032, 1088, 2048, 8200, 16384 + 640]
 )
 def test_the_checksums_are_those_of_the_cpu(kernels: Any, parts: int, run_bytes: int) -> None:
     runs = np.random.default_rng(run_bytes).integers(0, 256, (3, parts, run_bytes), np.uint8)
@@ -249,24 +247,16 @@ def test_runs_that_make_up_no_shard_are_refused(kernels: Any) -> None:
             kernels.encode(table(range(parts), parts), run_bytes, rows, encoding)
 
 
-@pytest.mark.parametrize(
-    ("prelude", "reason"),
-    [
-        ("sys.modules['triton'] = None", "no Triton"),
-        ("torch.cuda.is_available = lambda: False", "no CUDA device"),
-    ],
-)
-def test_the_kernels_say_why_they_cannot_be_used(kernels: Any, prelude: str, reason: str) -> None:
-    code = f"import sys, torch; {prelude}\nfrom kvhearth.copiers import kernels\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code + "print(kernels.available())"],
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert reason in done.stdout
+def test_the_kernels_say_why_they_cannot_be_used(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = f"{kernels.__name__}.programs"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, programs, SimpleNamespace(INTERPRETED=False))
+    assert "no CUDA device" in kernels.available()
+    monkeypatch.delitem(sys.modules, programs)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "no Triton" in kernels.available()
 
 
 @pytest.mark.timeout(300)

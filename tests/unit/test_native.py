@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,11 +63,12 @@ class TestBuild:
         with pytest.raises(native.Unavailable, match="compiled from other sources; run: python -m"):
             native.load(built, "0" * 32)
 
-    @pytest.mark.realtime("compiles")
-    def test_a_library_of_another_interface_is_not_loaded(self, tmp_path: Path) -> None:
-        other = build.build(tmp_path / "other.so", abi=build.ABI + 1)
+    def test_a_library_of_another_interface_is_not_loaded(
+        self, built: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(build, "ABI", build.ABI + 1)
         with pytest.raises(native.Unavailable, match="of interface"):
-            native.load(other, build.sources_digest())
+            native.load(built, build.sources_digest())
 
     @pytest.mark.realtime("compiles")
     def test_a_compiler_that_fails_leaves_the_old_library(
@@ -92,19 +92,14 @@ def test_missing_and_broken_libraries_are_not_loaded(tmp_path: Path) -> None:
         native.load(broken, "")
 
 
-@pytest.mark.realtime("runs the build")
-@pytest.mark.parametrize(("options", "code"), [([], 0), (["--strict"], 1)])
-def test_without_a_compiler_the_build_says_so(options: list[str], code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, str(build.HERE / "build.py"), *options],
-        env={"CC": "no-such-compiler"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == code
-    assert "no C compiler: no-such-compiler not found" in done.stderr
+def test_without_a_compiler_the_build_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    for options, code in (([], 0), (["--strict"], 1)):
+        monkeypatch.setattr(sys, "argv", ["build", *options])
+        assert build.main() == code
+        assert "no C compiler: no-such-compiler not found" in capsys.readouterr().err
 
 
 def _levels() -> list[int]:

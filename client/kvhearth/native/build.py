@@ -55,7 +55,7 @@ def compiler() -> list[str]:
     raise BuildError(f"no C compiler: {shlex.join(chosen) or ', '.join(COMPILERS)} not found")
 
 
-def build(target: Path = LIBRARY, abi: int = ABI) -> Path:
+def build(target: Path = LIBRARY) -> Path:
     """Compile all sources into one shared library and return its path.
 
     The library appears by a rename: a process that has mapped the old one keeps it.
@@ -72,7 +72,7 @@ def build(target: Path = LIBRARY, abi: int = ABI) -> Path:
     command = [
         *compiler(),
         *FLAGS,
-        f"-DKVH_ABI={abi}",
+        f"-DKVH_ABI={ABI}",
         f'-DKVH_SOURCES="{digest}"',
         *("-o", str(made)),
         *(str(source) for source in sorted(SOURCES.glob("*.c"))),
