@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engines.harness import HOME, Engine, arguments, close_nursery, connector, running_engine
 from engines.kit import Reference
-from support.daemon import Daemon, running_daemon
+from support.daemon import Daemon, free_port, running_daemon
 
 ENGINE_TEST_S = 300
 DAEMON_MEMORY = "256MiB"
@@ -42,9 +42,12 @@ def reference(logs: Path) -> Iterator[Reference]:
 
 
 @pytest.fixture(scope="module")
-def reach() -> dict[str, object]:
-    """The daemon's settings for the way that its engines reach it: by its unix sockets."""
-    return {}
+def reach(request: pytest.FixtureRequest) -> dict[str, object]:
+    """The daemon's settings for the way that its engines reach it: by its unix sockets, unless
+    ``kit.BOTH_WAYS`` says otherwise.
+    """
+    remote = getattr(request, "param", "unix") == "remote"
+    return {"listen": f"127.0.0.1:{free_port()}"} if remote else {}
 
 
 @pytest.fixture(scope="module")

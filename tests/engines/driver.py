@@ -80,6 +80,25 @@ async def _answer(driver: Driver, request: dict[str, Any], writer: asyncio.Strea
     await writer.drain()
 
 
+def taken(found: dict[str, Any], output: Any) -> dict[str, Any]:
+    """Add an output of vLLM to a result, and return that."""
+    [best] = output.outputs
+    found["tokens"] = list(best.token_ids)
+    if best.logprobs is not None:
+        pairs = zip(best.token_ids, best.logprobs, strict=True)
+        found["logprobs"] = [table[token].logprob for token, table in pairs]
+    if output.prompt_logprobs is not None:
+        found["prompt_logprobs"] = [
+            None if table is None else max(each.logprob for each in table.values())
+            for table in output.prompt_logprobs
+        ]
+    found["cached"] = output.num_cached_tokens or found["cached"]
+    found["finish"] = best.finish_reason
+    if output.kv_transfer_params is not None:
+        found["transfer"] = output.kv_transfer_params
+    return found
+
+
 class Driver:
     """The commands; each returns a value that JSON can carry."""
 
@@ -151,7 +170,7 @@ class Driver:
                 text, SamplingParams(**options), name, lora_request=self._lora(lora)
             ):
                 found.setdefault("ttft_s", time.monotonic() - started)
-                self._take(found, output)
+                taken(found, output)
                 if abort_after_tokens is not None and len(found["tokens"]) >= abort_after_tokens:
                     found["finish"] = "abort"
                     return
@@ -162,23 +181,6 @@ class Driver:
         except TimeoutError:
             found["finish"] = "abort"
         return found
-
-    @staticmethod
-    def _take(found: dict[str, Any], output: Any) -> None:
-        [best] = output.outputs
-        found["tokens"] = list(best.token_ids)
-        if best.logprobs is not None:
-            pairs = zip(best.token_ids, best.logprobs, strict=True)
-            found["logprobs"] = [table[token].logprob for token, table in pairs]
-        if output.prompt_logprobs is not None:
-            found["prompt_logprobs"] = [
-                None if table is None else max(each.logprob for each in table.values())
-                for table in output.prompt_logprobs
-            ]
-        found["cached"] = output.num_cached_tokens or found["cached"]
-        found["finish"] = best.finish_reason
-        if output.kv_transfer_params is not None:
-            found["transfer"] = output.kv_transfer_params
 
     async def reset(self, external: bool = False) -> bool:
         """Empty the engine's own prefix cache; False if any block is still held."""

@@ -185,7 +185,31 @@ def end_tree(pid: int) -> None:
     psutil.wait_procs(family[1:], timeout=20)
 
 
-class Engine:
+class Logged:
+    """A process with a log."""
+
+    log_path: Path
+
+    def log_text(self) -> str:
+        """Return everything printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 60) -> str:
+        """Return the end of the log, for messages."""
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def told(process: Logged) -> Iterator[None]:
+    """Print the process' log if the block fails."""
+    try:
+        yield
+    except BaseException:
+        print(f"-- {process.log_path}\n{process.log_tail(80)}")
+        raise
+
+
+class Engine(Logged):
     """One engine process and its commands; ``driver.Driver`` describes them.
 
     Args:
@@ -293,14 +317,6 @@ class Engine:
         self.process.wait(20.0)
         self._door.close()
 
-    def log_text(self) -> str:
-        """Return everything printed so far."""
-        return self.log_path.read_text(errors="replace")
-
-    def log_tail(self, lines: int = 40) -> str:
-        """Return the end of the log, for messages."""
-        return "\n".join(self.log_text().splitlines()[-lines:])
-
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._door.makefile("rb") as lines:
             for line in lines:
@@ -324,11 +340,9 @@ def running_engine(
 ) -> Iterator[Engine]:
     """A running engine; its log is printed if the block fails."""
     engine = Engine(folder, environment, **options)
-    try:
-        yield engine
-    except BaseException:
-        print(f"-- {engine.log_path}\n{engine.log_tail(80)}")
-        raise
-    finally:
-        if engine.process.poll() is None:
-            engine.stop()
+    with told(engine):
+        try:
+            yield engine
+        finally:
+            if engine.process.poll() is None:
+                engine.stop()

@@ -9,6 +9,7 @@ import json
 import os
 from typing import Any
 
+from engines.driver import taken
 from vllm import LLM, SamplingParams
 
 
@@ -38,16 +39,4 @@ def run(out: int, go: int, log: int, options: dict[str, Any], prompts: list[list
 def _generate(engine: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
     options = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
     texts = [{"prompt_token_ids": each} for each in prompts]
-    answers = []
-    for output in engine.generate(texts, options, use_tqdm=False):
-        [best] = output.outputs
-        pairs = zip(best.token_ids, best.logprobs, strict=True)
-        answers.append(
-            {
-                "tokens": list(best.token_ids),
-                "logprobs": [table[token].logprob for token, table in pairs],
-                "cached": output.num_cached_tokens or 0,
-                "finish": best.finish_reason,
-            }
-        )
-    return answers
+    return [taken({"cached": 0}, each) for each in engine.generate(texts, options, use_tqdm=False)]

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engines.harness import Engine, arguments
-from support.daemon import Daemon, until
+from support.daemon import Daemon, free_port, until
 
 BLOCK_TOKENS = 128
 LOGPROB_SPREAD = 2e-4
@@ -162,3 +163,12 @@ def warm(engine: Engine, text: Sequence[int], tokens: int = TOKENS) -> Answer:
     """Run a prompt with nothing in the engine's own prefix cache."""
     engine.reset()
     return engine.one(text, tokens=tokens)
+
+
+BOTH_WAYS = pytest.mark.parametrize("reach", ["unix", "remote"], scope="module", indirect=True)
+"""Runs a module's tests with engines on the daemon's host, and with those of another one."""
+
+
+def elsewhere(reach: dict[str, object]) -> dict[str, object]:
+    """Return the settings of a further daemon that is reached in the same way."""
+    return {name: f"127.0.0.1:{free_port()}" for name in reach}

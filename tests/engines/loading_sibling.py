@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engines.sibling import IdleConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 
 BLOCK_TOKENS = 128
@@ -35,7 +34,7 @@ class Meta(KVConnectorMetadata):
     saves: Wanted = field(default_factory=list)
 
 
-class Sibling(KVConnectorBase_V1, SupportsHMA):
+class Sibling(IdleConnector):
     """The connector, in both roles."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -117,14 +116,6 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         meta = self._get_connector_metadata()
         assert isinstance(meta, Meta)
         self._loading |= meta.loads
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: blocks are saved whole."""
 
     def wait_for_save(self) -> None:
         """Copy the blocks that this step has filled."""

@@ -6,28 +6,21 @@ import contextlib
 import http.client
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines.harness import ENVIRONMENT, PYTHON, end_tree
+from engines.harness import ENVIRONMENT, MIB, PYTHON, Logged, end_tree, model, told
+from support.daemon import Daemon, free_port
 
 UP_S = 240.0
 ANSWER_S = 120.0
 NAME = "m"
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 without a listener at the moment."""
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return int(door.getsockname()[1])
-
-
-class Server:
+class Server(Logged):
     """One ``vllm serve`` process.
 
     Args:
@@ -42,12 +35,12 @@ class Server:
         self.port = free_port()
         self.log_path = folder / f"server-{Server.starts}.log"
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", NAME]
-        model = options.pop("model")
+        name_or_path = options.pop("model")
         for name, value in options.items():
             flags.append("--" + name.replace("_", "-"))
             if value is not True:
                 flags.append(json.dumps(value) if isinstance(value, dict) else str(value))
-        words = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", model, *flags]
+        words = [str(PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", name_or_path, *flags]
         variables = {n: v for n, v in os.environ.items() if not n.startswith("KVHEARTH_")}
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
@@ -148,23 +141,30 @@ class Server:
         end_tree(self.process.pid)
         self.process.wait(20.0)
 
-    def log_text(self) -> str:
-        """Return everything printed so far."""
-        return self.log_path.read_text(errors="replace")
 
-    def log_tail(self, lines: int = 60) -> str:
-        """Return the end of the log, for messages."""
-        return "\n".join(self.log_text().splitlines()[-lines:])
+def served(daemon: Daemon, transfer: dict[str, Any], **over: object) -> dict[str, Any]:
+    """Return the options of a server of the tiny model beside a daemon, with that flag. The model
+    computes faster than it loads: it is told to load every hit.
+    """
+    extra = {"url": daemon.url(), "policy": "always"}
+    return {
+        "model": str(model("tiny")),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "kv_cache_memory_bytes": 128 * MIB,
+        "enforce_eager": True,
+        "enable_prompt_tokens_details": True,
+        "kv_transfer_config": {"kv_connector_extra_config": extra, **transfer},
+        **over,
+    }
 
 
 @contextlib.contextmanager
 def running_server(folder: Path, **options: Any) -> Iterator[Server]:
     """A running server; its log is printed if the block fails."""
     server = Server(folder, **options)
-    try:
-        yield server
-    except BaseException:
-        print(f"-- {server.log_path}\n{server.log_tail()}")
-        raise
-    finally:
-        server.kill()
+    with told(server):
+        try:
+            yield server
+        finally:
+            server.kill()

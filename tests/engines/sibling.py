@@ -24,40 +24,17 @@ class SiblingHandshake(KVConnectorHandshakeMetadata):
     word: str = "sibling"
 
 
-class SiblingMetadata(KVConnectorMetadata):
-    """Metadata of a step."""
-
-
-class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
-    """The connector; the module describes it."""
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
-        """Return the layout of NIXL and Mooncake."""
-        return "LBHNC"
-
-    def get_handshake_metadata(self) -> SiblingHandshake:
-        """Return a handshake meant for the sibling's own scheduler."""
-        return SiblingHandshake()
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Reject handshakes of other connectors."""
-        if not metadata or not all(isinstance(one, SiblingHandshake) for one in metadata.values()):
-            raise ValueError(f"the sibling expects its own handshakes, not {metadata}")
-        print(MET, flush=True)
+class IdleConnector(KVConnectorBase_V1, SupportsHMA):
+    """Does nothing in each of the calls that vLLM demands."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """Offer nothing."""
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Do nothing."""
-
-    def build_connector_meta(self, scheduler_output: Any) -> SiblingMetadata:
-        """Return empty metadata."""
-        return SiblingMetadata()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -78,3 +55,30 @@ class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Do nothing."""
+
+
+class SiblingMetadata(KVConnectorMetadata):
+    """Metadata of a step."""
+
+
+class SiblingConnector(IdleConnector):
+    """The connector; the module describes it."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
+        """Return the layout of NIXL and Mooncake."""
+        return "LBHNC"
+
+    def get_handshake_metadata(self) -> SiblingHandshake:
+        """Return a handshake meant for the sibling's own scheduler."""
+        return SiblingHandshake()
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Reject handshakes of other connectors."""
+        if not metadata or not all(isinstance(one, SiblingHandshake) for one in metadata.values()):
+            raise ValueError(f"the sibling expects its own handshakes, not {metadata}")
+        print(MET, flush=True)
+
+    def build_connector_meta(self, scheduler_output: Any) -> SiblingMetadata:
+        """Return empty metadata."""
+        return SiblingMetadata()

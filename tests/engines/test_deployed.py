@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines.harness import MIB, model
 from engines.kit import prompt, wait_attached, wait_settled, wait_stored, whole_blocks
-from engines.serving import running_server
+from engines.serving import running_server, served
 from support.daemon import running_daemon
 from support.manifests import ENGINES
 
@@ -25,21 +24,10 @@ def test_a_deployed_engine_hits_the_cache_of_the_daemon_beside_it(name: str, log
     given = {n.removeprefix(ENV_PREFIX).lower(): v for n, v in deployed.daemon_environment.items()}
     settings = {n: v for n, v in given.items() if n not in PLACES and v}
     assert settings["grpc"] == "off"
-    transfer = deployed.transfer
+    transfer = {n: v for n, v in deployed.transfer.items() if n != "kv_connector_extra_config"}
     text = prompt(f"deployed {name}", LENGTH)
     with running_daemon(**{**settings, "memory": "256MiB", "allow_uids": ""}) as daemon:
-        # The tiny model computes faster than it loads: without this it would decline the hit.
-        transfer["kv_connector_extra_config"] = {"url": daemon.url(), "policy": "always"}
-        options = {
-            "model": str(model("tiny")),
-            "dtype": "float32",
-            "max_model_len": 4096,
-            "kv_cache_memory_bytes": 128 * MIB,
-            "enforce_eager": True,
-            "enable_prompt_tokens_details": True,
-            "kv_transfer_config": transfer,
-        }
-        with running_server(logs, **options) as server:
+        with running_server(logs, **served(daemon, transfer)) as server:
             wait_attached(daemon)
             first = server.complete(text)
             assert first["cached"] == 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,33 +14,29 @@ from typing import Any
 import pytest
 from engines.harness import Engine, arguments, connector, running_engine
 from engines.kit import (
+    BOTH_WAYS,
     TOKENS,
     Reference,
     all_same,
     cold,
+    elsewhere,
     prompt,
     same,
-    servable,
     wait_attached,
     wait_settled,
     wait_stored,
     warm,
     whole_blocks,
 )
-from support.daemon import Daemon, directories, free_port, running_daemon, stopped_daemon, until
+from support.daemon import Daemon, running_daemon, stopped_daemon, until
 
+pytestmark = BOTH_WAYS
 LENGTH = 1000
 SERVED = whole_blocks(LENGTH)
 DELAY_S = 30.0
 """Bound on the delay that a daemon in any state may add to an answer that takes a second: every
 wait in the connector ends, with room for a busy machine.
 """
-
-
-@pytest.fixture(scope="module", params=["unix", "remote"])
-def reach(request: pytest.FixtureRequest) -> dict[str, object]:
-    """The daemon's settings for engines on this host, and for those of another one."""
-    return {"listen": f"127.0.0.1:{free_port()}"} if request.param == "remote" else {}
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +69,6 @@ def served(engine: Engine, daemon: Daemon) -> Iterator[Engine]:
     wait_settled(daemon)
     daemon.stats()
     engine.reset()
-
-
-def another(reach: dict[str, object]) -> dict[str, object]:
-    """The settings of a further daemon that is reached in the same way."""
-    return {name: f"127.0.0.1:{free_port()}" for name in reach}
 
 
 @contextlib.contextmanager
@@ -199,22 +188,6 @@ def test_slow(served: Engine, daemon: Daemon, reference: Reference) -> None:
     back_in_use(served, known[0], reference)
 
 
-def test_restarted_empty(served: Engine, daemon: Daemon, reference: Reference) -> None:
-    """The arena's files are removed, too: every earlier hit is a miss."""
-    text = prompt("restarted empty")
-    same(cold(served, daemon, text), reference.answer(text), "cold")
-    daemon.kill()
-    assert daemon.arena_dir is not None
-    for path in daemon.arena_dir.iterdir():
-        path.unlink()
-    daemon.start()
-    wait_attached(daemon)
-    assert servable(daemon) == 0
-    # The engine stores the blocks that it still has again.
-    timely(served, [text], reference, "its own prefix cache")
-    back_in_use(served, text, reference)
-
-
 def _plant_wrong_bytes(daemon: Daemon, every: int) -> None:
     """Flips bytes of the blocks, wherever they lie, without the daemon's knowledge."""
     assert daemon.arena_dir is not None
@@ -231,7 +204,7 @@ def test_wrong_bytes_are_caught(
     """Uses a poisoned cache, once with the engine that stored it and once with a fresh one."""
     texts = [prompt(f"poisoned {number}") for number in range(4)]
     expected = reference.answers(texts)
-    with running_daemon(memory="64MiB", **another(reach)) as daemon:
+    with running_daemon(memory="64MiB", **elsewhere(reach)) as daemon:
         options = arguments(kv_transfer_config=connector(daemon))
         with running_engine(logs, **options) as engine:
             wait_attached(daemon)
@@ -256,27 +229,6 @@ def _caught(daemon: Daemon) -> int:
     return sum(count for name, count in counters.items() if any(one in name for one in names))
 
 
-def test_full(reference: Reference, logs: Path, reach: dict[str, object]) -> None:
-    """A daemon with room for 24 blocks and an engine that makes 50."""
-    texts = [prompt(f"full {number}", 700) for number in range(10)]
-    expected = reference.answers(texts)
-    with running_daemon(memory="12MiB", **another(reach)) as daemon:
-        options = arguments(kv_transfer_config=connector(daemon))
-        with running_engine(logs, **options) as engine:
-            wait_attached(daemon)
-            for _ in range(2):
-                engine.reset()
-                all_same(engine.generate(*texts, tokens=TOKENS), expected, "full")
-            wait_settled(daemon)
-            assert sum(
-                count
-                for name, count in daemon.counters().items()
-                if name.startswith("evicted_blocks")
-            ), daemon.counters()
-            assert servable(daemon) > 0
-            engine.reset()
-
-
 @pytest.mark.parametrize(
     ("name", "over"),
     [("other", {}), ("tiny", {"dtype": "bfloat16"}), ("tiny", {"block_size": 64})],
@@ -295,30 +247,3 @@ def test_another_contract(
         assert first["cached"] == 0, "served another contract's blocks"
     if name == "other":
         assert first["tokens"] != reference.answer(text)["tokens"]
-
-
-def test_a_daemon_that_is_no_daemon(reference: Reference, logs: Path) -> None:
-    """Another program listens in the daemon's place: garbage on the attach socket."""
-    with directories(arena=False) as (folder, _), socket.socket(socket.AF_UNIX) as door:
-        (folder / "s").mkdir()
-        door.bind(str(folder / "s" / "attach.sock"))
-        door.listen(16)
-        ended = threading.Event()
-
-        def babble() -> None:
-            while not ended.is_set():
-                with contextlib.suppress(OSError):
-                    peer, _ = door.accept()
-                    with peer:
-                        peer.sendall(os.urandom(4096))
-
-        voice = threading.Thread(target=babble, daemon=True)
-        voice.start()
-        try:
-            options = arguments(kv_transfer_config=connector(folder / "s", patient=False))
-            with running_engine(logs, **options) as engine:
-                timely(engine, [prompt("garbage")], reference, "garbage")
-        finally:
-            ended.set()
-            door.shutdown(socket.SHUT_RDWR)
-            voice.join(10)

@@ -11,7 +11,6 @@ import pytest
 from engines.harness import MIB, Engine, arguments, connector, running_engine
 from engines.kit import (
     BLOCK_TOKENS,
-    SETTLE_S,
     Reference,
     all_same,
     cold,
@@ -24,7 +23,7 @@ from engines.kit import (
     warm,
     whole_blocks,
 )
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, running_daemon
 
 LENGTH = 1000
 SERVED = whole_blocks(LENGTH)
@@ -105,20 +104,6 @@ def test_another_engine_and_one_started_again(
     found = warm(engine, chunked)
     same(found, reference.answer(chunked), "stored in chunks by an engine that was killed")
     assert found["cached"] == whole_blocks(1500)
-
-
-def test_daemon_killed_and_restarted(engine: Engine, daemon: Daemon, reference: Reference) -> None:
-    text = prompt("daemon restart")
-    expected = reference.answer(text)
-    same(cold(engine, daemon, text), expected, "cold")
-    wait_settled(daemon)
-    stored = servable(daemon)
-    daemon.restart()
-    assert daemon.counters()["adopted_blocks"] == stored
-    wait_attached(daemon)
-    # The daemon lists a session before its engine uses it; until then requests miss.
-    until(lambda: warm(engine, text)["cached"] == SERVED, "the engine loads again", SETTLE_S)
-    same(warm(engine, text), expected, "after the daemon's restart")
 
 
 def test_concurrent_shared_prefixes(engine: Engine, daemon: Daemon, reference: Reference) -> None:

@@ -7,9 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from engines.harness import MIB, PYTHON, ROOT, model
+from engines.harness import PYTHON, ROOT
 from engines.kit import wait_attached, wait_settled
-from engines.serving import running_server
+from engines.serving import running_server, served
 from support.daemon import Daemon
 
 SCRIPT = ROOT / "deploy/examples/query_twice/query_twice.py"
@@ -28,20 +28,7 @@ def readme_flag() -> dict[str, object]:
 
 
 def test_the_second_answer_comes_from_kvhearth(daemon: Daemon, logs: Path) -> None:
-    flags = {
-        "model": str(model("tiny")),
-        "dtype": "float32",
-        "max_model_len": 12_000,
-        "kv_cache_memory_bytes": 128 * MIB,
-        "enforce_eager": True,
-        "enable_prompt_tokens_details": True,
-        "kv_transfer_config": {
-            **readme_flag(),
-            # The tiny model computes faster than it loads: without this it would decline the hit.
-            "kv_connector_extra_config": {"url": daemon.url(), "policy": "always"},
-        },
-    }
-    with running_server(logs, **flags) as server:
+    with running_server(logs, **served(daemon, readme_flag(), max_model_len=12_000)) as server:
         wait_attached(daemon)
         url = f"http://127.0.0.1:{server.port}"
         options = ["--url", url, "--pause", "4", "--characters", str(CHARACTERS)]

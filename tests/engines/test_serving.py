@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from engines.harness import MIB, connector, model
+from engines.harness import connector
 from engines.kit import (
     Reference,
     prompt,
@@ -15,31 +14,17 @@ from engines.kit import (
     wait_stored,
     whole_blocks,
 )
-from engines.serving import running_server
+from engines.serving import running_server, served
 from support.daemon import Daemon, until
 
 LENGTH = 2000
 SERVED = whole_blocks(LENGTH)
 
 
-def flags(daemon: Daemon, **over: object) -> dict[str, Any]:
-    """Return the server's options."""
-    return {
-        "model": str(model("tiny")),
-        "dtype": "float32",
-        "max_model_len": 4096,
-        "kv_cache_memory_bytes": 128 * MIB,
-        "enforce_eager": True,
-        "enable_prompt_tokens_details": True,
-        "kv_transfer_config": connector(daemon, on_reset="keep"),
-        **over,
-    }
-
-
 def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path) -> None:
     text = prompt("served", LENGTH)
     expected = reference.answer(text)["tokens"]
-    options = flags(daemon)
+    options = served(daemon, connector(daemon, on_reset="keep"))
     with running_server(logs, **options) as server:
         wait_attached(daemon)
         first = server.complete(text)
@@ -72,8 +57,8 @@ def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path)
 
 
 def test_two_api_servers_have_one_series_of_each_metric(daemon: Daemon, logs: Path) -> None:
-    count, before = 6, servable(daemon)
-    with running_server(logs, **flags(daemon, api_server_count=2)) as server:
+    count, before, keep = 6, servable(daemon), connector(daemon, on_reset="keep")
+    with running_server(logs, **served(daemon, keep, api_server_count=2)) as server:
         wait_attached(daemon)
         texts = [prompt(f"two servers {number}", LENGTH) for number in range(count)]
         for text in texts:

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from engines.harness import MIB, Engine, arguments, connector, running_engine
 from engines.kit import (
+    BOTH_WAYS,
     TOKENS,
     Reference,
     all_same,
     cold,
+    elsewhere,
     prompt,
     same,
     wait_attached,
@@ -24,8 +26,9 @@ from engines.kit import (
     wait_stored,
     whole_blocks,
 )
-from support.daemon import Daemon, free_port, running_daemon, until
+from support.daemon import Daemon, running_daemon, until
 
+pytestmark = BOTH_WAYS
 ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "4"))
 REQUESTS = 30
 """Requests of one round; 34 rounds make the thousand of the requirement."""
@@ -33,12 +36,6 @@ LINES = 8
 """Connections that a client may open beyond those of its first rounds."""
 LOADED = "vllm:kvhearth_load_bytes"
 SEED = int(os.environ.get("KVHEARTH_STORM_SEED", "5"))
-
-
-@pytest.fixture(scope="module", params=["unix", "remote"])
-def reach(request: pytest.FixtureRequest) -> dict[str, object]:
-    """The daemon's settings for engines on this host, and for those of another one."""
-    return {"listen": f"127.0.0.1:{free_port()}"} if request.param == "remote" else {}
 
 
 @pytest.fixture(scope="module")
@@ -109,44 +106,6 @@ def test_abort_storm(engine: Engine, daemon: Daemon, reference: Reference) -> No
     until(lambda: descriptors(engine) <= most, f"{most} descriptors", 30.0)
 
 
-@pytest.fixture
-def own_daemon(reach: dict[str, object]) -> Iterator[Daemon]:
-    """A daemon without any other engine."""
-    own = {name: f"127.0.0.1:{free_port()}" for name in reach}
-    with running_daemon(memory="256MiB", **own) as found:
-        yield found
-
-
-def test_engines_killed_in_their_midst(
-    own_daemon: Daemon, reference: Reference, logs: Path
-) -> None:
-    """kill -9 of engines that load and store: the daemon gets everything back."""
-    daemon = own_daemon
-    texts = [prompt(f"midst {number}", 1500) for number in range(4)]
-    expected = reference.answers(texts)
-    cut = 0
-    for kill_after_s in (0.05, 0.6, 1.5):
-        engine = Engine(logs, **arguments(kv_transfer_config=connector(daemon)))
-        try:
-            wait_attached(daemon)
-            running = engine.begin(
-                "generate", requests=[{"prompt": each, "tokens": 100} for each in texts]
-            )
-            try:
-                running.result(kill_after_s)
-            except TimeoutError:
-                cut += 1
-        finally:
-            engine.kill()
-    assert cut, "no engine was killed before it had finished"
-    daemon.wait_quiet(60.0)
-    options = arguments(kv_transfer_config=connector(daemon))
-    with running_engine(logs, **options) as last:
-        wait_attached(daemon)
-        all_same(last.generate(*texts, tokens=12), expected, "from what they left")
-    daemon.wait_quiet(60.0)
-
-
 def hurt(daemon: Daemon, how: str) -> None:
     """Kills and restarts the daemon, or stops it for a moment."""
     if how == "killed":
@@ -158,13 +117,18 @@ def hurt(daemon: Daemon, how: str) -> None:
     daemon.process.send_signal(signal.SIGCONT)
 
 
-def test_tensor_parallel_in_chaos(own_daemon: Daemon, reference: Reference, logs: Path) -> None:
+def test_tensor_parallel_in_chaos(
+    reach: dict[str, object], reference: Reference, logs: Path
+) -> None:
     """Two ranks load while the daemon is killed or stopped, and requests are aborted."""
-    daemon = own_daemon
     texts = [prompt(f"two ranks {number}", 1000) for number in range(4)]
     expected = reference.answers(texts)
-    options = arguments(tensor_parallel_size=2, kv_transfer_config=connector(daemon))
-    with running_engine(logs, **options) as pair:
+    with (
+        running_daemon(memory="256MiB", **elsewhere(reach)) as daemon,
+        running_engine(
+            logs, **arguments(tensor_parallel_size=2, kv_transfer_config=connector(daemon))
+        ) as pair,
+    ):
         wait_attached(daemon)
         for text, answer in zip(texts, expected, strict=True):
             same(cold(pair, daemon, text), answer, "cold")
