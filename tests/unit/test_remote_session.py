@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.scripted_clock import ScriptedClock
 from kvhearth.clock import REAL_TIME, Clock
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.session.link import RemoteSession, attach
+from kvhearth.transports.tcp import Dialer
 from kvhearth.url import RemoteUrl
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import FrameDecoder, Hello, Welcome, encode_frame, refused
@@ -275,11 +277,35 @@ def test_a_life_line_over_tls(authority: Authority, context: ssl.SSLContext) -> 
     session = attached(script, tls=True, ca=str(authority.path))
     assert readable(session, WAIT_S)
     session.mend()
-    session.mend()  # tickets of TLS make it readable too
     assert session.alive()
     assert not readable(session)
     session.goodbye()
     script.end()
+
+
+def test_tickets_of_tls_do_not_end_a_life_line(
+    authority: Authority, context: ssl.SSLContext
+) -> None:
+    """The server sends them at the end of its handshake, before anything is said."""
+    url = RemoteUrl("127.0.0.1", 1)  # nobody listens there: a line that is resumed is lost
+    client = ssl.create_default_context(cafile=str(authority.path))
+    client.check_hostname = False
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as threads:
+        accepted = threads.submit(context.wrap_socket, theirs, server_side=True)
+        line = client.wrap_socket(ours)
+        server = accepted.result(WAIT_S)
+    line.setblocking(False)
+    terms = GatewayTerms(1 << 20, 4, 8, WAIT_S, 5.0)
+    session = RemoteSession(WELCOME, line, url, terms, Dialer(url), REAL_TIME)
+    assert readable(session)
+    session.mend()
+    assert session.alive()
+    assert not readable(session)
+    server.close()
+    session.mend()
+    assert not session.alive()
+    session.close()
 
 
 def test_a_certificate_that_is_not_trusted(tmp_path: Path, context: ssl.SSLContext) -> None:
