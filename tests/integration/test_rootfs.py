@@ -12,22 +12,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+from support.cached import cached_engine
 from support.daemon import directories, until
+from support.raw_door import new_keys
 from support.rootfs import OVERFLOW_UID, ROOTFS, Jail, build_root, jail
 
-import kvhearth
-from kvhearth import Contract, GroupKind, GroupSpec, native
-from kvhearth.copiers.host import HostCopier
-from kvhearth.page_layout import PagedKV
-from kvhearth.results import CommitGroup, LookupResult
+from kvhearth import native
 
 ROOT = Path(__file__).resolve().parents[2]
 HADOLINT = ROOT / ".venv-tools/bin/hadolint"
 INSTALLED_BYTES_MAX = 200_000_000
 WITH_REMOTES_BYTES_MAX = 270_000_000
-PAGE_BYTES = 64 << 10
 BLOCKS = 16
 _IMPORT_ALL = """
 import importlib, pkgutil, pwd, os, ssl, kvhearth, kvhearth_server
@@ -127,17 +123,8 @@ def test_size_and_what_is_not_there(root: Path) -> None:
     print(f"installed: {size / 1e6:.0f} MB")
     assert size <= INSTALLED_BYTES_MAX
     names = {path.name.lower() for path in root.rglob("*")}
-    for absent in (
-        "torch",
-        "triton",
-        "cupy",
-        "pip",
-        "setuptools",
-        "ensurepip",
-        "hatchling",
-        "pytest",
-    ):
-        assert absent not in names
+    absent = {"torch", "triton", "cupy", "pip", "setuptools", "ensurepip", "hatchling", "pytest"}
+    assert not absent & names
     assert {path.name for path in (root / "usr/local/bin").iterdir()} == {
         "python3",
         f"python{sys.version_info.major}.{sys.version_info.minor}",
@@ -182,26 +169,13 @@ def test_store_kill_adopt_from_outside(jailed: Jail) -> None:
     health = jailed.run("kvhearth", "health")
     assert (health.returncode, health.stdout.strip()) == (0, "serving"), health.stderr
 
-    contract = Contract(
-        model="m",
-        revision="r",
-        kv_dtype="uint8",
-        groups=(GroupSpec(GroupKind.FULL, 16, PAGE_BYTES),),
-    )
-    pages = np.random.default_rng(7).integers(0, 255, (BLOCKS, PAGE_BYTES), np.uint8)
-    keys = [os.urandom(32) for _ in range(BLOCKS)]
-    client = kvhearth.connect(
-        f"kvhearth+unix://{jailed.sockets}?{URL_OPTIONS}", contract, engine_id="outside"
-    )
-    try:
-        assert client.wait_ready(20), (client.refusal, jailed.log())
-        _store(client, pages, keys)
-        _load_all(client, pages, keys)
+    keys = new_keys(BLOCKS)
+    with cached_engine(f"kvhearth+unix://{jailed.sockets}?{URL_OPTIONS}") as engine:
+        assert engine.store(keys).stored == BLOCKS
+        assert engine.load(keys).usable_blocks == BLOCKS
         jailed.kill()
         jailed.start(*flags)
-        _load_all(client, pages, keys)
-    finally:
-        client.close()
+        until(lambda: engine.load(keys).usable_blocks == BLOCKS, "every block comes back")
     assert '"adopted_blocks": 16' in jailed.log().replace('":16', '": 16')
 
 
@@ -237,47 +211,14 @@ def test_an_image_with_remotes_serves_one() -> None:
 def _unprivileged(jailed: Jail) -> None:
     """No capabilities, its own pid, mount and user namespace, nothing writable."""
     pid = jailed.daemon_pid
-    status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
-    assert status["NSpid"].split()[-1] == "1"
-    assert int(status["Uid"].split()[0]) != 0
+    assert Path(f"/proc/{pid}").stat().st_uid != 0
     for space in ("mnt", "pid", "user"):
         assert os.readlink(f"/proc/{pid}/ns/{space}") != os.readlink(f"/proc/self/ns/{space}")
     mounts = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
     options = {line.split()[4]: line.split()[5].split(",") for line in mounts}
     assert "ro" in options["/"]
-    assert {place for place in options if place.startswith(("/run", "/arena"))} == {
-        "/run/kvhearth",
-        "/arena",
-    }
+    places = {place for place in options if place.startswith(("/run", "/arena"))}
+    assert places == {"/run/kvhearth", "/arena"}
     probe = "import os; print(os.getuid(), os.access('/opt', os.W_OK))"
     done = jailed.run("python3", "-c", probe)
     assert done.stdout.split() == ["65532", "False"], done.stderr
-
-
-def _store(client: kvhearth.KVClient, pages: np.ndarray, keys: list[bytes]) -> None:
-    copier = HostCopier(PagedKV([pages]), client.arena)
-    taken = client.reserve({0: BLOCKS})
-    assert taken.groups, taken.reason
-    done = copier.store_now(taken.boot_id, np.arange(BLOCKS), taken.groups[0][:, 0])
-    assert done.ok.all(), done.reasons
-    group = CommitGroup(keys, taken.groups[0], done.checksums.reshape(BLOCKS, 1, 16))
-    result = client.commit({0: group}, boot_id=taken.boot_id)
-    assert result.stored[0].all(), result.reason
-
-
-def _load_all(client: kvhearth.KVClient, pages: np.ndarray, keys: list[bytes]) -> None:
-    """Waits until the client is attached again and loads all blocks, comparing every byte."""
-
-    def found() -> LookupResult | None:
-        answer = client.lookup({0: keys})
-        return answer if answer.hit_tokens == BLOCKS * 16 else None
-
-    answer = until(found, "every block is a hit", 20)
-    back = np.zeros_like(pages)
-    copier = HostCopier(PagedKV([back]), client.arena)
-    done = copier.load_now(answer.boot_id, answer.groups[0].extents, np.arange(BLOCKS))
-    assert done.ok.all(), done.reasons
-    assert (back == pages).all()
-    client.release(answer.lease)
