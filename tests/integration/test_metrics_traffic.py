@@ -5,38 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from support.cached import BLOCK_TOKENS, CONTRACT, PAGE_BYTES, CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
-from support.http_door import ask, scraped
+from support.http_door import Scrape, ask
 from support.raw_door import new_keys
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
 
 CAPACITY_BLOCKS = (16 << 20) // PAGE_BYTES
-
-
-class Scrape:
-    """One scrape: values by name without its prefix, and labels."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        text = scraped(daemon)
-        self.samples = [
-            sample
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name.startswith("kvhearth_")
-        ]
-
-    def of(self, name: str, **labels: str) -> float:
-        """Returns the sum over all samples of a metric that have these labels."""
-        found = [
-            sample.value
-            for sample in self.samples
-            if sample.name == f"kvhearth_{name}" and labels.items() <= sample.labels.items()
-        ]
-        assert found, f"there is no {name} {labels}"
-        return float(sum(found))
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families as families
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.http_door import ask, scraped
+from support.http_door import Scrape, ask
 from support.raw_door import new_keys
 
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
@@ -41,19 +41,6 @@ def ssd(*folders: Path, size: str = "64MiB", **more: object) -> dict[str, object
 def on_ssd(daemon: Daemon, count: int) -> None:
     """Waits until so many blocks are written."""
     until(lambda: daemon.stats().ssd.blocks >= count, f"{count} blocks are on SSD")
-
-
-def metrics(daemon: Daemon) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Returns the scraped samples by name and labels."""
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families(scraped(daemon))
-        for sample in family.samples
-    }
-
-
-def value(daemon: Daemon, name: str, **labels: str) -> float:
-    return metrics(daemon)["kvhearth_" + name, frozenset(labels.items())]
 
 
 # -- status ----------------------------------------------------------------------------------------
@@ -124,13 +111,17 @@ def test_statistics_by_http(daemon: Daemon, keys: list[bytes], folder: Path) -> 
 
 
 def test_metrics_of_the_tier(daemon: Daemon, keys: list[bytes], folder: Path) -> None:
-    assert value(daemon, "ssd_blocks") == len(keys)
-    assert value(daemon, "ssd_store_blocks_total", outcome="stored") == len(keys)
-    assert value(daemon, "demoted_blocks_total") == len(keys)
-    assert value(daemon, "ssd_written_bytes_total") > value(daemon, "ssd_stored_bytes_total") > 0
-    assert value(daemon, "ssd_capacity_bytes", directory=str(folder)) == CAPACITY
-    assert value(daemon, "ssd_degraded", directory=str(folder), reason="io") == 0
-    assert value(daemon, "ssd_recovering") == 0
+    assert Scrape(daemon).of("ssd_blocks") == len(keys)
+    assert Scrape(daemon).of("ssd_store_blocks_total", outcome="stored") == len(keys)
+    assert Scrape(daemon).of("demoted_blocks_total") == len(keys)
+    assert (
+        Scrape(daemon).of("ssd_written_bytes_total")
+        > Scrape(daemon).of("ssd_stored_bytes_total")
+        > 0
+    )
+    assert Scrape(daemon).of("ssd_capacity_bytes", directory=str(folder)) == CAPACITY
+    assert Scrape(daemon).of("ssd_degraded", directory=str(folder), reason="io") == 0
+    assert Scrape(daemon).of("ssd_recovering") == 0
 
 
 def test_verbs_tell_of_the_tier(run: Run, keys: list[bytes], folder: Path) -> None:
@@ -167,7 +158,7 @@ def test_without_a_tier_nothing_is_said_of_it(
     with running_daemon(arena=False, http="127.0.0.1:0") as daemon:
         assert "ssd" not in ask(daemon, "/readyz?verbose").body.decode()
         assert ask(daemon, "/v1/stats").json["ssd"] is None
-        assert [name for name, _ in metrics(daemon) if "_ssd_" in name or "demot" in name] == []
+        assert not [one for one in Scrape(daemon).samples if re.search("_ssd_|demot", one.name)]
         monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
         assert app.run(["stat", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ssd"] is None
@@ -227,8 +218,8 @@ def test_one_of_two_directories_is_enough(
         assert reply.status == 200, "it serves all the same"
         assert "[i]ssd: degraded" in reply.body.decode()
         assert f"[!]ssd: {bad}/kvhearth.log is of another version" in reply.body.decode()
-        assert value(daemon, "ssd_degraded", directory=str(bad), reason="unusable") == 1
-        assert value(daemon, "ssd_degraded", directory=str(good), reason="unusable") == 0
+        assert Scrape(daemon).of("ssd_degraded", directory=str(bad), reason="unusable") == 1
+        assert Scrape(daemon).of("ssd_degraded", directory=str(good), reason="unusable") == 0
         assert "ssd.degraded" in daemon.log_text()
         monkeypatch.setenv("KVHEARTH_SOCKET_DIR", str(daemon.socket_dir))
         assert app.run(["health"]) == 0
@@ -249,10 +240,10 @@ def test_recovery_is_told(tmp_path: Path) -> None:
             on_ssd(daemon, 30)
         daemon.restart()
         until(lambda: len(_read_back(daemon)) == 2, "the log is read back")
-        assert value(daemon, "ssd_recovering") == 0
-        assert value(daemon, "ssd_recovered_blocks_total") == 30
-        assert value(daemon, "ssd_recovery_files", state="read") > 0
-        assert value(daemon, "ssd_recovery_dropped_total", reason="torn") == 0
+        assert Scrape(daemon).of("ssd_recovering") == 0
+        assert Scrape(daemon).of("ssd_recovered_blocks_total") == 30
+        assert Scrape(daemon).of("ssd_recovery_files", state="read") > 0
+        assert Scrape(daemon).of("ssd_recovery_dropped_total", reason="torn") == 0
         assert _read_back(daemon) == [0, 30]
         assert daemon.terminate() == 0
 

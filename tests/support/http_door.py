@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from support.daemon import Daemon, until
 
 ANY_PORT = "127.0.0.1:0"
@@ -71,3 +73,22 @@ def scraped(daemon: Daemon) -> str:
         return text if float(found[1]) >= asked_at else ""
 
     return str(until(fresh, "a rendering of after the call"))
+
+
+class Scrape:
+    """One scrape: values by name without its prefix, and labels."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        families = text_string_to_metric_families(scraped(daemon))
+        found = [sample for family in families for sample in family.samples]
+        self.samples = [sample for sample in found if sample.name.startswith("kvhearth_")]
+
+    def of(self, name: str, **labels: str) -> float:
+        """Return the sum over all samples of a metric that have these labels."""
+        found = [
+            sample.value
+            for sample in self.samples
+            if sample.name == f"kvhearth_{name}" and labels.items() <= sample.labels.items()
+        ]
+        assert found, f"there is no {name} {labels}"
+        return float(sum(found))
