@@ -33,7 +33,10 @@ def test_a_pin_does_not_keep_wrong_bytes_or_old_weights() -> None:
     session = rig.attach()
     rig.put(session, keys(0, 1))
     rig.pin(session, 1, keys(0, 1))
+    rig.pin(session, 2, keys(0))
     assert rig.remove_bad(rig.head(session, keys(0)[0]))
+    rig.checked(rig.core.pinning.unpin, session, [2])  # while its slot is free
+    assert rig.state.table.pins.sum() == 1
     rig.core.bump_epoch(session, 1)
     rig.put(session, keys(0, 1))
     # The pin holds nothing any more, and its slots belong to other blocks now.
@@ -54,6 +57,18 @@ def test_the_cap_on_held_bytes() -> None:
     # A block that is already held costs nothing more; the rejected pin leaves nothing behind.
     rig.pin(session, 2, keys(*range(6), 6, 7))
     assert rig.state.books[0].held == 8 * 4096
+
+
+def test_the_slots_that_pins_name_are_bounded() -> None:
+    rig = Rig(pinned_slots_max=4)
+    session = rig.attach(contract(full(shards=2)))
+    rig.put(session, keys(0, 1))
+    rig.pin(session, 1, keys(0))
+    with refused(Reason.TOO_MANY_PINS):
+        rig.pin(session, 2, keys(0, 1))
+    rig.pin(session, 2, keys(0))
+    rig.core.pinning.unpin(session, [1, 2])
+    rig.pin(session, 3, keys(0, 1))
 
 
 def test_pins_without_a_block_are_bounded_too() -> None:

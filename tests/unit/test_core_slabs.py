@@ -173,3 +173,14 @@ def test_a_refusal_is_not_remembered_for_too_long(free_by: str) -> None:
         for number in range(28):
             rig.remove_bad(rig.head(other, key(number)))
     assert rig.reserve(session, 1, 1).short is None
+
+
+def test_the_slab_that_was_used_longest_ago_changes_its_size() -> None:
+    rig = Rig(2)
+    session = rig.attach(TWO_SIZES)
+    for first in (0, 16):
+        rig.put(session, keys(*range(first, first + 16)))
+    rig.lookup(session, keys(*range(16)))
+    rig.put(session, keys(100), kv_group=1)
+    assert all(rig.present(session, keys(*range(16))))
+    assert not any(rig.present(session, keys(*range(16, 32))))

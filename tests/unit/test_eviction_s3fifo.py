@@ -81,9 +81,13 @@ def test_a_used_block_between_leased_ones_is_found() -> None:
     policy = S3FifoPolicy(PolicyArrays(100))
     policy.insert(np.arange(4))
     policy._arrays.touch(np.arange(4))
-    assert evict(policy, 1) == [0]  # all were promoted, their uses spent
-    policy._arrays.touch(np.array([3]))
+    policy._arrays.touch(np.array([0]))
+    assert evict(policy, 1) == [0]  # all were promoted, which spends all uses
+    freq = policy._arrays.freq
+    for _ in range(3):
+        policy._arrays.touch(np.array([1]))
     assert policy.victim(lambda slot: slot == 3) == 3
+    assert freq[1] == 2, "another round in the main queue spends one"
 
 
 def test_ghost_forgets_a_key_that_it_gave_and_grows_without_loss() -> None:
@@ -102,6 +106,14 @@ def test_ghost_forgets_a_key_that_it_gave_and_grows_without_loss() -> None:
     assert len(ghost) == before
     assert ghost.take_known(np.array([survivors[-1]])).tolist() == [True]
     assert ghost.take_known(np.array([survivors[-1]])).tolist() == [False]
+
+
+def test_the_ghost_grows_with_the_policy() -> None:
+    policies = [S3FifoPolicy(PolicyArrays(600)) for _ in range(2)]
+    for slot in range(600):
+        policies[0].insert_one(slot, slot << 20)
+    policies[1].insert(np.arange(600), np.arange(600, dtype=np.uint32) << np.uint32(20))
+    assert all(400 <= len(policy._ghost) <= 800 for policy in policies)
 
 
 def _holds(ghost: Ghost, mark: np.uint32) -> bool:
