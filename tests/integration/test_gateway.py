@@ -157,14 +157,16 @@ def test_another_connection_puts_after_a_break(far: RawSession) -> None:
 
 
 def test_a_commit_waits_for_no_dripping_put(far: RawSession) -> None:
-    reserved = far.reserve(2)
-    before, extents = reserved[:1], reserved[1:]
+    extents = far.reserve(1)
     payload = os.urandom(PAGE_BYTES)
-    far.data.sendall(far.put_frame(before, payload) + far.put_frame(extents, payload)[:-100])
-    assert far.answer()[1] == [OK]
+    dripping = far.data
+    dripping.sendall(far.put_frame(extents, payload)[:-100])
+    far.data = far.open_data(far.welcome.token)
+    until(lambda: far.put(extents, payload) != [OK], "the put has begun")
     assert refusal_of(lambda: far.commit(keys_of(1), summed(extents, payload))) == "not_reserved"
     assert far.abort(extents).freed_slots == 1, "an abort ends the put"
-    assert ended(far.data)
+    assert ended(dripping)
+    dripping.close()
 
 
 def test_a_put_that_goes_on_ends_with_its_session(pair: tuple[Daemon, GatewayProcess]) -> None:

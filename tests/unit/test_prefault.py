@@ -180,7 +180,7 @@ def test_an_attached_client_leaves_no_thread(tmp_path: Path) -> None:
     others = own_threads()
     with attached(tmp_path) as (_, client):
         assert client.arena is not None
-        until(lambda: client.arena._populate.wait(0))  # type: ignore[union-attr]
+        assert client.arena._populate.wait(DEADLINE_S)
     assert left_since(others) == []
 
 
