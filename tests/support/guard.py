@@ -153,7 +153,7 @@ def noted() -> Iterator[list[str]]:
         sleep(seconds)
 
     def napped(seconds: float, *result: Any) -> Any:
-        if seconds > 0:
+        if seconds > 0 and type(asyncio.get_running_loop()).time is asyncio.BaseEventLoop.time:
             note_sleep()
         return nap(seconds, *result)
 

@@ -411,21 +411,18 @@ class SlabPool:
         return self.free_count(slot_bytes) + self.unassigned_count * self.slots_per_slab(slot_bytes)
 
     def withhold(self, slabs: Iterable[int]) -> int:
-        """Give out no more slots of some slabs; return the free bytes that this takes away.
-
-        Used slots stay in use.
+        """Give out no more slots of some slabs; return the bytes that this takes away: all but
+        those of used slots, which stay in use.
         """
         lost = 0
         for slab in sorted(set(slabs) - self._withheld):
             self._withheld.add(slab)
             node, size = self._node_of(slab), self._table.slab_slot_bytes.item(slab)
             if size:
-                before = node.classes[size].count
                 node.classes[size].drop_slab(slab, self._stride)
-                lost += (before - node.classes[size].count) * size
             else:
                 del node.unassigned[slab]
-                lost += self._slab_bytes
+            lost += self._slab_bytes - self.slab_used.item(slab - self.first_slab) * size
         return lost
 
     def offer(self, slabs: Iterable[int]) -> int:
