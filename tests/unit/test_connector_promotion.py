@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,34 +208,52 @@ TOKENS = 64
 FAST, SLOW = 1e-7, 1.0
 """Seconds per token."""
 
-MakeHalf = Callable[..., SchedulerConnector]
 
+class Rig:
+    """A scripted daemon of two tiers, and the scheduler's halves of engines beside it."""
 
-@pytest.fixture
-def make_half(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[MakeHalf]:
-    """Makes an engine's scheduler half; with seconds per token, one that knows its rates."""
-    made: list[SchedulerConnector] = []
+    def __init__(self, daemon: FakeDaemon, clock: ScriptedClock, url: str) -> None:
+        self.daemon = daemon
+        self.clock = clock
+        self._url = url
+        self.halves: list[SchedulerConnector] = []
 
-    def make(
+    def half(
+        self,
         *,
         loads: bool = True,
         load: float = 0,
         promotion: float = 0,
         prefill: float = 0,
+        prefill_fixed_s: float = 0,
         **given: Any,
     ) -> SchedulerConnector:
-        settings = Settings(url=url_of(tmp_path), lookup_wait_ms=8000, **given)
+        """Make a half; with seconds per token, one that knows its rates."""
+        settings = Settings(url=self._url, lookup_wait_ms=8000, **given)
         offer, facts = Handshake(CONTRACT.to_json(), 1, (0,)), facts_of("e", loads=loads)
-        half = SchedulerConnector(settings, facts, offer, ScriptedPool(64), clock=clock)
-        made.append(half)
+        half = SchedulerConnector(settings, facts, offer, ScriptedPool(64), clock=self.clock)
+        self.halves.append(half)
         _teach(half._policy.load, load)
         _teach(half._policy.promotion, promotion)
-        _teach(half._policy.prefill, prefill)
+        _teach(half._policy.prefill, prefill, prefill_fixed_s)
         assert half._client.wait_ready(DONE_S)
         return half
 
-    yield make
-    for half in made:
+    def answer(self, half: SchedulerConnector, request: ScriptedRequest, computed: int = 0) -> int:
+        """Return the number of offered tokens once the lookup has been answered."""
+        return self.clock.poll(lambda: half.matched(request, computed))
+
+    def wait_ended(self, leases: list[int], cancelled: list[int]) -> None:
+        """Wait for the ends of these leases and these cancellations, and no others."""
+        wanted = sorted(leases), sorted(cancelled)
+        self.clock.until(lambda: ended(self.daemon) == wanted)
+
+
+@pytest.fixture
+def rig(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(daemon, clock, url_of(tmp_path))
+    yield rig
+    for half in rig.halves:
         half.shutdown()
 
 
@@ -265,11 +283,6 @@ def lookup_of(half: SchedulerConnector, name: str = "a") -> Lookup:
     return lookup
 
 
-def answer(half: SchedulerConnector, request: ScriptedRequest, computed: int = 0) -> int:
-    """Returns the number of offered tokens once the lookup has been answered."""
-    return half._clock.poll(lambda: half.matched(request, computed))  # type: ignore[attr-defined]
-
-
 def admit(half: SchedulerConnector, request: ScriptedRequest, tokens: int) -> dict[str, float]:
     """Admits a request; returns the counts until then."""
     table = ([*range(1, 1 + TOKENS // BLOCK_TOKENS)],)
@@ -277,13 +290,53 @@ def admit(half: SchedulerConnector, request: ScriptedRequest, tokens: int) -> di
     return half.take_counts()
 
 
-def test_promotion_is_waited_for_and_counted_by_its_source(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
+FIRST = [True, False, False, False]
+"""Blocks that need not be stored: a block that is computed again serves the next one in memory."""
+
+
+@pytest.mark.parametrize(
+    ("tower", "half", "offered", "prefetches", "present"),
+    [
+        pytest.param(
+            {"dram": 1, "asking": 1 << 30}, {"promotion_wait_ms": 50}, 16, None, FIRST,
+            id="a remote that does not answer",
+        ),
+        pytest.param(
+            {"dram": 1, "eta_us": 2_000_000}, {"load": FAST, "promotion": SLOW, "prefill": 1e-3},
+            16, [False], FIRST, id="a tier that is slower than computing",
+        ),
+        pytest.param(
+            {"dram": 3, "eta_us": 1000},
+            {"load": FAST, "promotion": 2e-3, "prefill": 1e-4, "prefill_fixed_s": 0.1},
+            TOKENS, [False, True, True], None, id="a few blocks, since computing has a fixed price",
+        ),
+        pytest.param({"dram": 2}, {"promotion_wait_ms": 0}, 32, None, None, id="no patience"),
+        pytest.param(
+            {"dram": 2, "step": 0, "eta_us": 60_000_000}, {"max_load_tokens": 32},
+            32, None, None, id="a bound that is met already",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_request_is_offered(
+    rig: Rig,
+    tower: dict[str, int],
+    half: dict[str, Any],
+    offered: int,
+    prefetches: list[bool] | None,
+    present: list[bool] | None,
 ) -> None:
-    tower = Tower(daemon, dram=1)
-    half = make_half()
+    blocks, made = Tower(rig.daemon, **tower), rig.half(**half)
+    assert rig.answer(made, new(made)) == offered
+    if prefetches is not None:
+        assert [asked.prefetch for asked in blocks.asked] == prefetches
+    if present is not None:
+        assert state_of(made).progress.present[0].tolist() == present
+
+
+def test_promotion_is_waited_for_and_counted_by_its_source(rig: Rig) -> None:
+    tower, half = Tower(rig.daemon, dram=1), rig.half()
     request = new(half)
-    assert answer(half, request) == TOKENS
+    assert rig.answer(half, request) == TOKENS
     assert all(asked.prefetch for asked in tower.asked)
     counts = admit(half, request, TOKENS)
     assert (counts["hit_dram_tokens"], counts["hit_ssd_tokens"]) == (16, 48)
@@ -294,84 +347,49 @@ def test_promotion_is_waited_for_and_counted_by_its_source(
     assert half._policy.promotion.count == 1
     ids = [asked.lease_id for asked in tower.asked]
     # The load uses the last lookup's lease.
-    clock.until(lambda: ended(daemon) == (sorted(ids[:-1]), sorted(ids[:-1])))
+    rig.wait_ended(ids[:-1], ids[:-1])
     half._loads.finish("a", failed=False)
-    clock.until(lambda: ended(daemon) == (sorted(ids), sorted(ids[:-1])))
+    rig.wait_ended(ids, ids[:-1])
     half.finished(request, ([],))
 
 
-def test_a_request_waits_while_a_remote_is_asked(daemon: FakeDaemon, make_half: MakeHalf) -> None:
-    tower = Tower(daemon, dram=1, asking=3)
-    half = make_half()
+def test_a_request_waits_while_a_remote_is_asked(rig: Rig) -> None:
+    tower, half = Tower(rig.daemon, dram=1, asking=3), rig.half()
     request = new(half)
-    assert answer(half, request) == TOKENS
+    assert rig.answer(half, request) == TOKENS
     assert len(tower.asked) > 3
     assert all(asked.wait_us > 0 for asked in tower.asked)
     assert admit(half, request, TOKENS)["climb_waits"] == 1
 
 
-def test_what_a_remote_is_asked_about_is_stored_if_it_is_computed(
-    daemon: FakeDaemon, make_half: MakeHalf
-) -> None:
-    Tower(daemon, dram=1, asking=1 << 30)
-    half = make_half(promotion_wait_ms=50)
-    assert answer(half, new(half)) == 16
-    assert state_of(half).progress.present[0].tolist() == [True, False, False, False]
-
-
-def test_the_engine_counts_what_it_has_itself(daemon: FakeDaemon, make_half: MakeHalf) -> None:
-    Tower(daemon, dram=4)
-    half = make_half()
+def test_the_engine_counts_what_it_has_itself(rig: Rig) -> None:
+    Tower(rig.daemon, dram=4)
+    half = rig.half()
     request = new(half)
-    assert answer(half, request, 16) == 48
+    assert rig.answer(half, request, 16) == 48
     counts = admit(half, request, 48)
     assert (counts["hit_engine_tokens"], counts["hit_dram_tokens"]) == (16, 48)
     assert not {"hit_ssd_tokens", "climb_waits"} & counts.keys()
     assert half._policy.promotion.count == 0
 
 
-def test_where_computing_is_faster_nobody_waits(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
-) -> None:
-    tower = Tower(daemon, dram=1, eta_us=2_000_000)
-    half = make_half(load=FAST, promotion=FAST, prefill=1e-3)
+def test_where_computing_is_faster_nobody_waits(rig: Rig) -> None:
+    tower = Tower(rig.daemon, dram=1, eta_us=2_000_000)
+    half = rig.half(load=FAST, promotion=FAST, prefill=1e-3)
     request = new(half)
-    assert answer(half, request) == 16
+    assert rig.answer(half, request) == 16
     assert "climb_waits" not in admit(half, request, 16)
     # Promotions may continue: the next request with this prompt benefits from them.
     half._loads.finish("a", failed=False)
-    clock.until(lambda: ended(daemon) == ([asked.lease_id for asked in tower.asked], []))
+    rig.wait_ended([asked.lease_id for asked in tower.asked], [])
     half.finished(request, ([],))
 
 
-def test_a_slow_tier_is_not_asked_to_bring_anything_up(
-    daemon: FakeDaemon, make_half: MakeHalf
-) -> None:
-    tower = Tower(daemon, dram=1, eta_us=2_000_000)
-    half = make_half(load=FAST, promotion=SLOW, prefill=1e-3)
-    assert answer(half, new(half)) == 16
-    assert [asked.prefetch for asked in tower.asked] == [False]
-    # The block is computed and stored again: in memory it serves the next request.
-    assert state_of(half).progress.present[0].tolist() == [True, False, False, False]
-
-
-def test_a_few_blocks_on_ssd_are_worth_it_where_all_would_not_be(
-    daemon: FakeDaemon, make_half: MakeHalf
-) -> None:
-    """Computing has a fixed price, however few tokens are computed."""
-    tower = Tower(daemon, dram=3, eta_us=1000)
-    half = make_half(load=FAST, promotion=2e-3)
-    _teach(half._policy.prefill, 1e-4, fixed_s=0.1)
-    assert answer(half, new(half)) == TOKENS
-    assert [asked.prefetch for asked in tower.asked] == [False, True, True]
-
-
-def test_the_wait_is_bounded(daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf) -> None:
-    tower = Tower(daemon, dram=1, step=0)
-    half = make_half(promotion_wait_ms=100)
-    request, began = new(half), clock.now()
-    assert answer(half, request) == 16
-    assert clock.now() - began == pytest.approx(0.1, abs=0.003)
+def test_the_wait_is_bounded(rig: Rig) -> None:
+    tower, half = Tower(rig.daemon, dram=1, step=0), rig.half(promotion_wait_ms=100)
+    request, began = new(half), rig.clock.now()
+    assert rig.answer(half, request) == 16
+    assert rig.clock.now() - began == pytest.approx(0.1, abs=0.003)
     counts = admit(half, request, 16)
     assert counts["climb_late"] == 1
     assert counts["climb_seconds"] == pytest.approx(0.1, abs=0.003)
@@ -379,120 +397,86 @@ def test_the_wait_is_bounded(daemon: FakeDaemon, clock: ScriptedClock, make_half
     assert half._policy.promotion.count == 1
 
 
-def test_without_patience_what_is_there_is_taken(daemon: FakeDaemon, make_half: MakeHalf) -> None:
-    Tower(daemon, dram=2)
-    half = make_half(promotion_wait_ms=0)
-    assert answer(half, new(half)) == 32
-
-
-def test_requests_that_go_away_cancel_their_promotions(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
-) -> None:
-    tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
-    half = make_half()
+def test_requests_that_go_away_cancel_their_promotions(rig: Rig) -> None:
+    tower, half = Tower(rig.daemon, dram=1, step=0, eta_us=60_000_000), rig.half()
     requests = [new(half, str(number)) for number in range(8)]
-    clock.until(lambda: len(tower.asked) == 8)
+    rig.clock.until(lambda: len(tower.asked) == 8)
     for request in requests[:4]:
-        clock.until(lambda name=request.request_id: lookup_of(half, name).result)
+        rig.clock.until(lambda name=request.request_id: lookup_of(half, name).result)
         assert half.matched(request, 0) is None
     for request in requests:
         half.finished(request, ([],))
-    ids = sorted(asked.lease_id for asked in tower.asked)
-    clock.until(lambda: ended(daemon) == (ids, ids))
+    ids = [asked.lease_id for asked in tower.asked]
+    rig.wait_ended(ids, ids)
 
 
-def test_a_request_that_waits_in_the_queue_is_asked_for_again(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
-) -> None:
+def test_a_request_that_waits_in_the_queue_is_asked_for_again(rig: Rig) -> None:
     """Its blocks have been promoted when its turn comes."""
-    tower = Tower(daemon, dram=0)
-    half = make_half()
+    tower, half = Tower(rig.daemon, dram=0), rig.half()
     request = new(half)
-    clock.until(lambda: len(tower.asked) == 5)
-    clock.until(lambda: not lookup_of(half).promotions)
+    rig.clock.until(lambda: len(tower.asked) == 5)
+    rig.clock.until(lambda: not lookup_of(half).promotions)
     assert half.matched(request, 0) == TOKENS
     assert "climb_waits" not in admit(half, request, TOKENS)
     assert half._policy.promotion.count == 1
 
 
-def test_an_offer_stays_what_it_was(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
-) -> None:
+def test_an_offer_stays_what_it_was(rig: Rig) -> None:
     """A later answer must not replace the lease behind the offer."""
-    tower = Tower(daemon, dram=2, step=2, eta_us=50_000)
-    half = make_half(load=FAST, promotion=FAST, prefill=1e-4)
+    tower = Tower(rig.daemon, dram=2, step=2, eta_us=50_000)
+    half = rig.half(load=FAST, promotion=FAST, prefill=1e-4)
     request = new(half)
-    assert answer(half, request) == 32
-    clock.pass_time(0.2)
+    assert rig.answer(half, request) == 32
+    rig.clock.pass_time(0.2)
     assert half.matched(request, 0) == 32
     result = lookup_of(half).result
     assert result is not None
     assert result.id == tower.asked[0].lease_id
-    assert ended(daemon) == ([], [])
+    assert ended(rig.daemon) == ([], [])
 
 
-def test_a_bound_on_loads_that_is_met_already_waits_for_nothing(
-    daemon: FakeDaemon, make_half: MakeHalf
-) -> None:
-    Tower(daemon, dram=2, step=0, eta_us=60_000_000)
-    half = make_half(max_load_tokens=32)
-    assert answer(half, new(half)) == 32
-
-
-def test_a_long_promotion_does_not_make_its_question_old(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
-) -> None:
+def test_a_long_promotion_does_not_make_its_question_old(rig: Rig) -> None:
     """Otherwise the lookup would be repeated, and the bound on the wait would restart."""
-    tower = Tower(daemon, dram=1, step=0, eta_us=60_000_000)
-    half = make_half(lease_s=1)
+    tower, half = Tower(rig.daemon, dram=1, step=0, eta_us=60_000_000), rig.half(lease_s=1)
     request = new(half)
-    clock.until(lambda: lookup_of(half).promotions)
-    lookup, asked_count = lookup_of(half), len(tower.asked)
-    lookup.answered_at -= 5
-    half._requests._aged_at = 0.0
+    rig.clock.until(lambda: lookup_of(half).promotions)
+    lookup = lookup_of(half)
+    rig.clock.pass_time(1.5)
     half._requests.begin_step()
     assert half.matched(request, 0) is None
     assert lookup_of(half) is lookup
-    assert len(tower.asked) == asked_count == 1
+    assert len(tower.asked) == 1
 
 
-def test_who_only_stores_promotes_nothing(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
-) -> None:
-    tower = Tower(daemon, dram=1)
-    half = make_half(loads=False)
+def test_who_only_stores_promotes_nothing(rig: Rig) -> None:
+    tower, half = Tower(rig.daemon, dram=1), rig.half(loads=False)
     request = new(half)
-    clock.until(lambda: tower.asked)
+    rig.clock.until(lambda: tower.asked)
     assert half.matched(request, 0) == 0
     assert [asked.prefetch for asked in tower.asked] == [False]
 
 
-def test_a_daemon_that_goes_while_a_request_waits(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
-) -> None:
-    Tower(daemon, dram=1, step=0, eta_us=20_000)
-    half = make_half(promotion_wait_ms=20_000)
+def test_a_daemon_that_goes_while_a_request_waits(rig: Rig) -> None:
+    Tower(rig.daemon, dram=1, step=0, eta_us=20_000)
+    half = rig.half(promotion_wait_ms=20_000)
     request = new(half)
-    clock.until(lambda: lookup_of(half).result)
+    rig.clock.until(lambda: lookup_of(half).result)
     assert half.matched(request, 0) is None
-    daemon.stop()
-    assert answer(half, request) == 0
+    rig.daemon.stop()
+    assert rig.answer(half, request) == 0
 
 
-def test_a_step_waits_for_an_answer_only_while_nothing_runs(
-    daemon: FakeDaemon, clock: ScriptedClock, make_half: MakeHalf
-) -> None:
-    Tower(daemon, dram=4)
-    half = make_half()
+def test_a_step_waits_for_an_answer_only_while_nothing_runs(rig: Rig) -> None:
+    Tower(rig.daemon, dram=4)
+    half, call = rig.half(), HeldCall(rig.clock)
     first = new(half)
     assert half.matched(first, 0) == TOKENS, "it was waited for"
     admit(half, first, TOKENS)
-    daemon.answers["Lookup"].clear()
-    call = HeldCall(clock)
-    daemon.answer("Lookup", call)
-    second, began = new(half, "b"), clock.now()
+    rig.daemon.answers["Lookup"].clear()
+    rig.daemon.answer("Lookup", call)
+    second, began = new(half, "b"), rig.clock.now()
     assert half.matched(second, 0) is None
-    assert clock.now() - began < IDLE_SPIN_S
+    assert rig.clock.now() - began < IDLE_SPIN_S
     call.release()
     half._loads.finish("a", failed=False)
     for request in (first, second):
