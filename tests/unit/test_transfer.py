@@ -38,19 +38,20 @@ WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, PAGE_BYTES, window_tokens=32)
 CONTRACT = Contract("m", "r", "uint8", (FULL,))
 TWO_GROUPS = Contract("m", "r", "uint8", (FULL, WINDOW))
 DONE_S = 60.0
-MADE: list[Any] = []
-"""Objects of the running test that must be closed."""
 
 
-class SessionManager:
-    """The scripted daemon's slots: grants free ones, ``room`` of them at most."""
+class Rig:
+    """A client of a scripted daemon that grants free slots, ``room`` of them at most."""
 
-    def __init__(self, daemon: FakeDaemon) -> None:
+    def __init__(self, daemon: FakeDaemon, client: KVClient, clock: ScriptedClock) -> None:
         self.daemon = daemon
+        self.client = client
+        self.clock = clock
         self.room = SLOTS
         self.short = Reason.NO_SPACE
         self.free = list(range(SLOTS))
         self.commits: list[Any] = []
+        self._made: list[Any] = []
         daemon.generations[:] = np.ones(SLOTS, np.uint32).tobytes()
         self._always("Reserve", self._reserve)
         self._always("Commit", self._commit)
@@ -96,45 +97,53 @@ class SessionManager:
     def _take_back(self, slots: bytes) -> None:
         self.free += np.frombuffer(slots, np.uint32).tolist()
 
+    def wait_free(self) -> None:
+        """Wait until every slot has come back."""
+        self.clock.until(lambda: len(self.free) == SLOTS)
+
+    def lose_session(self) -> None:
+        """End the session, and wait for the next one."""
+        first = self.client.session_id
+        self.daemon.drop_lines()
+        self.clock.until(lambda: self.client.session_id not in ("", first))
+
+    def made(self, each: Any) -> Any:
+        """Close ``each`` before the client."""
+        self._made.append(each)
+        return each
+
+    def cache(self, **options: Any) -> Cache:
+        """Make a cache that copies two blocks at once."""
+        cache: Cache = self.made(Cache(self.client, **{"batch_bytes": 2 * PAGE_BYTES, **options}))
+        return cache
+
+    def stored(self, cache: Cache, first: int, count: int, pages: Any = None) -> StoreResult:
+        """Store ``count`` blocks from key ``first`` on."""
+        return self.clock.result(begin_store(cache, first, count, pages))
+
+    def close(self) -> None:
+        """Close everything but the client."""
+        while self._made:
+            assert self._made.pop().close(DONE_S)
+
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with running(tmp_path, CONTRACT) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def session_manager(daemon: FakeDaemon) -> SessionManager:
-    return SessionManager(daemon)
-
-
-@pytest.fixture
-def client(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[KVClient]:
+def rig(clock: ScriptedClock, tmp_path: Path) -> Iterator[Rig]:
     others = own_threads()
-    MADE.clear()
-    with connected(tmp_path, contract=CONTRACT, clock=clock) as client:
+    with (
+        running(tmp_path, CONTRACT) as daemon,
+        connected(tmp_path, contract=CONTRACT, clock=clock) as client,
+    ):
         assert client.wait_ready(DONE_S)
-        yield client
-        while MADE:
-            assert MADE.pop().close(DONE_S)
+        rig = Rig(daemon, client, clock)
+        yield rig
+        rig.close()
     assert left_since(others) == []
 
 
 def pages() -> PagedKV:
     """Some pages."""
     return PagedKV([np.zeros((64, PAGE_BYTES), np.uint8)])
-
-
-def made(each: Any) -> Any:
-    """Registers ``each`` to be closed before its client."""
-    MADE.append(each)
-    return each
-
-
-def cache_of(client: KVClient, **options: Any) -> Cache:
-    """A cache that copies two blocks at once."""
-    cache: Cache = made(Cache(client, **{"batch_bytes": 2 * PAGE_BYTES, **options}))
-    return cache
 
 
 def begin_store(cache: Cache, first: int, count: int, pages: Any = None) -> Transfer[StoreResult]:
@@ -152,148 +161,125 @@ def begin_load(cache: Cache, first: int, count: int) -> Transfer[LoadResult]:
 # -- lack of room ------------------------------------------------------------------------------
 
 
-def test_a_store_waits_for_room_and_is_not_dropped_at_once(
-    client: KVClient, clock: ScriptedClock, session_manager: SessionManager
-) -> None:
-    session_manager.room = 6
-    future = begin_store(cache_of(client, store_wait_s=15.0), 0, 12)
-    clock.until(lambda: future.blocks_done == 6)
-    clock.pass_time(14.0)
+def test_a_store_waits_for_room_and_is_not_dropped_at_once(rig: Rig) -> None:
+    rig.room = 6
+    future = begin_store(rig.cache(store_wait_s=15.0), 0, 12)
+    rig.clock.until(lambda: future.blocks_done == 6)
+    rig.clock.pass_time(14.0)
     assert (future.done(), future.blocks_done, future.blocks_total) == (False, 6, 12)
-    session_manager.room = 64
-    done = clock.result(future)
+    rig.room = 64
+    done = rig.clock.result(future)
     assert (done.stored, done.reason) == (12, "")
-    assert client.counters().get("store_dropped", 0) == 0
+    assert rig.client.counters().get("store_dropped", 0) == 0
 
 
-def test_a_store_that_gets_no_room_keeps_its_beginning(
-    client: KVClient, clock: ScriptedClock, session_manager: SessionManager
-) -> None:
-    session_manager.room = 8
-    cache = cache_of(client, store_wait_s=1.5)
-    assert clock.result(begin_store(cache, 20, 2)).stored == 2
-    started = clock.now()
-    done = clock.result(begin_store(cache, 0, 12))
-    assert 1.5 <= clock.now() - started < 2.0
+def test_a_store_that_gets_no_room_keeps_its_beginning(rig: Rig) -> None:
+    rig.room = 8
+    cache = rig.cache(store_wait_s=1.5)
+    assert rig.stored(cache, 20, 2).stored == 2
+    started = rig.clock.now()
+    done = rig.stored(cache, 0, 12)
+    assert 1.5 <= rig.clock.now() - started < 2.0
     assert (done.stored, done.failed, done.reason) == (6, 6, Reason.NO_SPACE)
-    assert client.counters()["store_dropped"] == 6
-    commits = [group for request in session_manager.commits[1:] for group in request.groups]
+    assert rig.client.counters()["store_dropped"] == 6
+    commits = [group for request in rig.commits[1:] for group in request.groups]
     assert [group.keys for group in commits] == [key(i) + key(i + 1) for i in (0, 2, 4)]
     assert [group.parent for group in commits] == [b"", key(1), key(3)], "one chain"
-    session_manager.room = 64
-    again = clock.result(begin_store(cache, 6, 6))
+    rig.room = 64
+    again = rig.stored(cache, 6, 6)
     assert (again.stored, again.reason) == (6, "")
 
 
-def test_pages_are_let_go_after_their_transfer(
-    client: KVClient, clock: ScriptedClock, session_manager: SessionManager
-) -> None:
-    cache, pages = cache_of(client), np.zeros((4, PAGE_BYTES), np.uint8)
+def test_pages_are_let_go_after_their_transfer(rig: Rig) -> None:
+    cache, pages = rig.cache(), np.zeros((4, PAGE_BYTES), np.uint8)
     gone = weakref.ref(pages)
-    assert clock.result(begin_store(cache, 0, 4, pages)).stored == 4
+    assert rig.stored(cache, 0, 4, pages).stored == 4
     del pages
-    clock.until(lambda: gone() is None)
+    rig.clock.until(lambda: gone() is None)
 
 
-def test_a_refusal_is_a_reason_too(
-    client: KVClient, clock: ScriptedClock, daemon: FakeDaemon
-) -> None:
+def test_a_refusal_is_a_reason_too(rig: Rig) -> None:
+    rig.daemon.answers["Reserve"].clear()
     for _ in range(200):
-        daemon.refuse_next("Reserve", Reason.HELD_CAP)
-    done = clock.result(begin_store(cache_of(client, store_wait_s=1.0), 0, 3))
+        rig.daemon.refuse_next("Reserve", Reason.HELD_CAP)
+    done = rig.stored(rig.cache(store_wait_s=1.0), 0, 3)
     assert (done.failed, done.reason) == (3, Reason.HELD_CAP)
-    assert len(daemon.requests["Reserve"]) < 40, "it backs off"
+    assert len(rig.daemon.requests["Reserve"]) < 40, "it backs off"
 
 
-def test_a_store_that_waits_for_room_keeps_its_place_and_can_be_cancelled(
-    client: KVClient, clock: ScriptedClock, daemon: FakeDaemon, session_manager: SessionManager
-) -> None:
-    session_manager.room = 0
-    cache = cache_of(client, store_wait_s=60.0)
+def test_a_store_that_waits_for_room_keeps_its_place_and_can_be_cancelled(rig: Rig) -> None:
+    rig.room = 0
+    cache = rig.cache(store_wait_s=60.0)
     first, second = begin_store(cache, 0, 4), begin_store(cache, 4, 1)
-    clock.until(lambda: len(daemon.requests["Reserve"]) > 3)
-    assert {request.groups[0].count for request in daemon.requests["Reserve"]} == {2}
+    rig.clock.until(lambda: len(rig.daemon.requests["Reserve"]) > 3)
+    assert {request.groups[0].count for request in rig.daemon.requests["Reserve"]} == {2}
     assert first.cancel()
-    session_manager.room = 4
-    assert clock.result(second).stored == 1
-    assert len(session_manager.free) == SLOTS
+    rig.room = 4
+    assert rig.clock.result(second).stored == 1
+    assert len(rig.free) == SLOTS
 
 
-def test_a_store_that_is_cancelled_while_it_gets_slots_gives_them_back(
-    client: KVClient, clock: ScriptedClock, daemon: FakeDaemon, session_manager: SessionManager
-) -> None:
-    cache, call = cache_of(client), HeldCall(clock)
-    answer = daemon.answers["Reserve"].popleft()
-    daemon.answer("Reserve", lambda request: call(request) or answer(request))
+def test_a_store_that_is_cancelled_while_it_gets_slots_gives_them_back(rig: Rig) -> None:
+    cache, call = rig.cache(), HeldCall(rig.clock)
+    answer = rig.daemon.answers["Reserve"].popleft()
+    rig.daemon.answer("Reserve", lambda request: call(request) or answer(request))
     future = begin_store(cache, 0, 2)
-    clock.until(lambda: call.reached)
+    rig.clock.until(lambda: call.reached)
     assert future.cancel()
     call.release()
-    assert clock.result(begin_store(cache, 2, 2)).stored == 2
-    [commit] = session_manager.commits
+    assert rig.stored(cache, 2, 2).stored == 2
+    [commit] = rig.commits
     assert [group.keys[:32] for group in commit.groups] == [key(2)]
-    clock.until(lambda: len(session_manager.free) == SLOTS)
+    rig.wait_free()
 
 
-def test_a_store_whose_copier_cannot_be_made_is_given_up(
-    client: KVClient, clock: ScriptedClock, session_manager: SessionManager
-) -> None:
+def test_a_store_whose_copier_cannot_be_made_is_given_up(rig: Rig) -> None:
     def make(*_: Any) -> Any:
         raise MemoryError("scripted")
 
-    done = clock.result(begin_store(cache_of(client, copiers=make, store_wait_s=0.3), 0, 4))
+    done = rig.stored(rig.cache(copiers=make, store_wait_s=0.3), 0, 4)
     assert (done.failed, done.reason) == (4, "copy_failed")
-    clock.until(lambda: len(session_manager.free) == SLOTS)
+    rig.wait_free()
 
 
-def test_idle_stock_of_one_group_feeds_another(
-    session_manager: SessionManager, clock: ScriptedClock, tmp_path: Path
-) -> None:
-    with connected(tmp_path, contract=TWO_GROUPS, clock=clock) as client:
+def test_idle_stock_of_one_group_feeds_another(rig: Rig, tmp_path: Path) -> None:
+    with connected(tmp_path, contract=TWO_GROUPS, clock=rig.clock) as client:
         assert client.wait_ready(DONE_S)
-        session_manager.room = 4
+        rig.room = 4
         slot_pool = ReservationPool(client, {0: 4, 1: 4})
-        clock.until(lambda: slot_pool.held(0) == 4)
+        rig.clock.until(lambda: slot_pool.held(0) == 4)
         assert slot_pool.held(1) == 0
         taken = slot_pool.take(1, 2, wait_s=DONE_S)
         assert len(taken) == 2
         assert slot_pool.held(0) == 0
         slot_pool.give_back(1, taken)
         assert slot_pool.close(DONE_S)
-        clock.until(lambda: len(session_manager.free) == SLOTS)
+        rig.wait_free()
 
 
 # -- sessions that end -------------------------------------------------------------------------
 
 
-def test_a_stock_is_dropped_with_its_session_even_within_a_boot(
-    client: KVClient, clock: ScriptedClock, daemon: FakeDaemon, session_manager: SessionManager
-) -> None:
-    slot_pool = made(ReservationPool(client, {0: 4}))
-    clock.until(lambda: slot_pool.held(0) == 4)
-    first = client.session_id
-    daemon.drop_lines()
-    clock.until(lambda: client.session_id not in ("", first))
-    assert client.boot_id == daemon.boot_id
+def test_a_stock_is_dropped_with_its_session_even_within_a_boot(rig: Rig) -> None:
+    slot_pool = rig.made(ReservationPool(rig.client, {0: 4}))
+    rig.clock.until(lambda: slot_pool.held(0) == 4)
+    rig.lose_session()
+    assert rig.client.boot_id == rig.daemon.boot_id
     taken = slot_pool.take(0, 2, wait_s=DONE_S)
-    assert taken.session_id == client.session_id
+    assert taken.session_id == rig.client.session_id
     # The old session's slots are the daemon's business: no client aborts them.
     assert set(taken.extents["slot"].ravel().tolist()) == {4, 5}
-    assert not daemon.requests["Abort"]
+    assert not rig.daemon.requests["Abort"]
 
 
-def test_a_copier_lets_the_old_mapping_go_before_the_client_attaches_anew(
-    client: KVClient, clock: ScriptedClock, daemon: FakeDaemon, session_manager: SessionManager
-) -> None:
-    cache, pages = cache_of(client), np.zeros((8, PAGE_BYTES), np.uint8)
+def test_a_copier_lets_the_old_mapping_go_before_the_client_attaches_anew(rig: Rig) -> None:
+    cache, pages = rig.cache(), np.zeros((8, PAGE_BYTES), np.uint8)
     pool = Pages(PagedKV([pages]), range(4))  # its copier is kept from store to store
-    assert clock.result(begin_store(cache, 0, 4, pool)).stored == 4
-    first = client.session_id
-    daemon.drop_lines()
-    clock.until(lambda: client.session_id not in ("", first))
-    done = clock.result(begin_store(cache, 4, 4, pool))
+    assert rig.stored(cache, 0, 4, pool).stored == 4
+    rig.lose_session()
+    done = rig.stored(cache, 4, 4, pool)
     assert (done.stored, done.reason) == (4, "")
-    inode = os.fstat(daemon._memory[0]).st_ino  # other tests may have mapped other segments
+    inode = os.fstat(rig.daemon._memory[0]).st_ino  # other tests may have mapped other segments
     maps = Path("/proc/self/maps").read_text().splitlines()
     segments = [line for line in maps if "memfd:segment" in line and str(inode) in line.split()]
     # Only the test's daemon and the client's new session map it.
@@ -307,9 +293,7 @@ class ImpatientCopier(CudaCopier):
         return super().close(0.0)
 
 
-def test_an_unfinished_copy_holds_up_the_next_session(
-    client: KVClient, clock: ScriptedClock, daemon: FakeDaemon, session_manager: SessionManager
-) -> None:
+def test_an_unfinished_copy_holds_up_the_next_session(rig: Rig) -> None:
     torch = pytest.importorskip("torch")
     device = FakeDevice()
     copiers: list[CudaCopier] = []
@@ -318,36 +302,36 @@ def test_an_unfinished_copy_holds_up_the_next_session(
         copiers.append(ImpatientCopier(kv, arena, device=device))
         return copiers[-1]
 
-    cache = cache_of(client, copiers=make)
+    cache = rig.cache(copiers=make)
     device.held = True
     future = begin_store(cache, 0, 1, torch.zeros((1, PAGE_BYTES), dtype=torch.uint8))
-    clock.until(lambda: copiers and copiers[0]._flights)
-    attaches = client.counters()["attaches"]
-    daemon.drop_lines()
-    clock.hold()
-    clock.until(lambda: client.counters().get("drains_unfinished"))
-    assert client.counters()["attaches"] == attaches
+    rig.clock.until(lambda: copiers and copiers[0]._flights)
+    attaches = rig.client.counters()["attaches"]
+    rig.daemon.drop_lines()
+    rig.clock.hold()
+    rig.clock.until(lambda: rig.client.counters().get("drains_unfinished"))
+    assert rig.client.counters()["attaches"] == attaches
     assert not future.done(), "its page is still being read"
     assert not cache.close(0.1)
-    clock.unhold()
+    rig.clock.unhold()
     device.held = False
-    done = clock.result(future)
+    done = rig.clock.result(future)
     assert (done.failed, done.reason) == (1, Reason.STALE_BOOT)
-    clock.until(lambda: client.counters()["attaches"] > attaches)
+    rig.clock.until(lambda: rig.client.counters()["attaches"] > attaches)
 
 
 # -- loads -------------------------------------------------------------------------------------
 
 
-def test_loads_are_bounded(client: KVClient, clock: ScriptedClock, daemon: FakeDaemon) -> None:
-    cache, call = cache_of(client, queue_blocks_max=4), HeldCall(clock)
-    daemon.answer("Lookup", call)
+def test_loads_are_bounded(rig: Rig) -> None:
+    cache, call = rig.cache(queue_blocks_max=4), HeldCall(rig.clock)
+    rig.daemon.answer("Lookup", call)
     first = begin_load(cache, 0, 3)
     assert begin_load(cache, 0, 2).result(0).reason is ClientReason.QUEUE_FULL
     second = begin_load(cache, 0, 1)
-    assert client.counters()["load_throttled"] == 2
+    assert rig.client.counters()["load_throttled"] == 2
     call.release()
-    assert [clock.result(future).usable_blocks for future in (first, second)] == [0, 0]
+    assert [rig.clock.result(future).usable_blocks for future in (first, second)] == [0, 0]
 
 
 # -- parts -------------------------------------------------------------------------------------
@@ -364,34 +348,32 @@ def test_help_leads_with_the_api_which_is_typed() -> None:
         kvhearth.no_such_name  # noqa: B018
 
 
-def test_a_copier_that_cannot_be_made_is_none(
-    client: KVClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copier_that_cannot_be_made_is_none(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     def make(*_: Any) -> Any:
         raise MemoryError("scripted")
 
-    copier_pool = CopierPool(client, {0: pages()}, make)
-    assert [copier_pool.copier(0, client.boot_id) for _ in range(3)] == [None] * 3
+    copier_pool = CopierPool(rig.client, {0: pages()}, make)
+    assert [copier_pool.copier(0, rig.client.boot_id) for _ in range(3)] == [None] * 3
     assert len([each for each in caplog.records if "no copier" in each.getMessage()]) == 1
     assert copier_pool.close(1.0)
 
 
-def test_what_does_not_fit_the_contract_is_refused(client: KVClient, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_contract_is_refused(rig: Rig, tmp_path: Path) -> None:
     narrow = PagedKV([np.zeros((4, 64), np.uint8)])
     for kv in ({0: narrow}, {1: pages()}, {}):
         with pytest.raises(KVHearthError, match="bad_contract"):
-            CopierPool(client, kv)
+            CopierPool(rig.client, kv)
     with pytest.raises(KVHearthError, match="bad_contract"):
-        ReservationPool(client, {0: 0})
+        ReservationPool(rig.client, {0: 0})
     with pytest.raises(KVHearthError, match="config_invalid"):
-        Cache(client, batch_bytes=0)
+        Cache(rig.client, batch_bytes=0)
     wide = GroupSpec(GroupKind.FULL, 16, PAGE_BYTES, shards=2)
     for contract, text in (
         (Contract("m", "r", "uint8", (wide,), tensor_parallel=2), "2 ranks"),
         (TWO_GROUPS, "one KV group"),
     ):
         with (
-            connected(tmp_path, contract=contract, clock=client.clock) as other,
+            connected(tmp_path, contract=contract, clock=rig.clock) as other,
             pytest.raises(KVHearthError, match=text),
         ):
             Cache(other)
