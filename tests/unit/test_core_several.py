@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.core_kit import Rig, contract, full, key, keys
+from support.core_kit import Rig, contract, full, key, keys, singles
 
 from kvhearth.errors import KVHearthError
 from kvhearth.model import Bools
@@ -35,23 +35,6 @@ def item_of(rig: Rig, session: int, named: list[bytes], chains: Chains) -> Commi
     return replace(rig.item(named, slots, generations), chains=chains)
 
 
-def ones_of(item: CommitItem) -> list[SingleCommit]:
-    """Return the blocks of a commit, each of which is a chain."""
-    assert item.chains is not None
-    assert item.checksums is not None
-    return [
-        SingleCommit(0, named, int(slot), int(generation), sums.tobytes(), parent)
-        for named, slot, generation, sums, parent in zip(
-            item.keys,
-            item.slots[:, 0],
-            item.generations[:, 0],
-            item.checksums,
-            item.chains.parents,
-            strict=True,
-        )
-    ]
-
-
 def general(rig: Rig, session: int, item: CommitItem) -> Bools:
     """Commit on the general path."""
     (stored,) = rig.commit(session, item)
@@ -61,7 +44,7 @@ def general(rig: Rig, session: int, item: CommitItem) -> Bools:
 def few(rig: Rig, session: int, item: CommitItem) -> Bools:
     """Commit on the path of a few single blocks."""
     group, space, epoch = rig.group(session), rig.space(session), rig.epoch(session)
-    stored = rig.checked(rig.core.writing.commit_few, group, space, epoch, ones_of(item))
+    stored = rig.checked(rig.core.writing.commit_few, group, space, epoch, singles(item))
     assert stored is not None, "the general path was asked for"
     return np.array(stored)
 
@@ -110,7 +93,7 @@ def test_nothing_changes_where_one_slot_is_not_held() -> None:
     rig, session = started()
     item = item_of(rig, session, keys(3, 13), Chains(np.arange(2), [key(2), key(12)]))
     group, namespace, epoch = rig.group(session), rig.space(session), rig.epoch(session)
-    good, bad = ones_of(item)
+    good, bad = singles(item)
     slots, generations = rig.take(rig.attach(engine_id="other"), 1)
     commit_few = rig.core.writing.commit_few
     for broken in (
