@@ -27,6 +27,19 @@ def test_the_branches_of_a_tree_go_before_the_trunk() -> None:
     assert not any(rig.present(session, keys(*(n for branch in branches for n in branch))))
 
 
+def test_a_leased_block_stays_though_it_is_the_coldest() -> None:
+    rig = Rig(1)
+    session = rig.attach()
+    for number in range(16):  # each a chain of its own
+        rig.put(session, keys(number))
+    rig.lookup(session, keys(0), lease_id=1)
+    rig.lookup(session, keys(*range(1, 16)))
+    rig.take(session, 8)
+    there = rig.present(session, keys(*range(16)))
+    assert there[0]
+    assert sum(there) == 8
+
+
 def test_stores_of_several_sizes_go_on_in_a_full_arena() -> None:
     rig = Rig(6)
     session = rig.attach(contract(full(), mamba(9000), full(20000)))
