@@ -27,7 +27,7 @@ class CoreMachine(WritingRules, ReadingRules, RefusalRules):
     """The rules of all groups together."""
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_the_core_against_a_model(number: int) -> None:
     run_machine(CoreMachine, number, examples=20, steps=50)
 

@@ -34,7 +34,7 @@ from kvhearth_server.core.state import CoreState, Limits
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
 from kvhearth_server.memory.journal import STATE_WORDS, slab_sizes
-from support.core_kit import contract, full, key, mamba, shards_of, window
+from support.core_kit import contract, full, key, mamba, refused, shards_of, window
 from support.core_model import Block, Memory, Model, Place
 from support.core_shell import Crash, Shell, fault_hook
 
@@ -225,6 +225,17 @@ class MachineBase(RuleBasedStateMachine):
     def state(self) -> CoreState:
         return self.shell.engine.core.state
 
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        refusal: Reason | None = None,
+        **named: Any,
+    ) -> Any:
+        """Call the core through the engine; it must refuse for that reason, if there is one."""
+        with refused(refusal) if refusal else contextlib.nullcontext():
+            return self.engine.call(function, *arguments, **named)
+
     def _pass_point(self, _: str) -> None:
         if self.fuse is not None:
             self.fuse -= 1
@@ -359,10 +370,10 @@ class MachineBase(RuleBasedStateMachine):
         slabs = range(self.state.table.geometry.slab_count)
         some = data.draw(st.sets(st.sampled_from(slabs), max_size=1), label="slabs")
         if data.draw(st.booleans(), label="ends"):
-            self.engine.call(self.core.withhold, some)
+            self.call(self.core.withhold, some)
         else:
             sizes = self.state.table.slab_slot_bytes
-            self.engine.call(self.core.offer, [slab for slab in some if not sizes[slab]])
+            self.call(self.core.offer, [slab for slab in some if not sizes[slab]])
 
     @rule()
     def kill_the_daemon(self) -> None:
@@ -535,7 +546,7 @@ class MachineBase(RuleBasedStateMachine):
         # Processes that died while they attached may be in the catalogue, but map nothing.
         for record in self.engine.sessions:
             self.engine.drained(record)
-        self.engine.call(self.core.pinning.expire, 1e9)
+        self.call(self.core.pinning.expire, 1e9)
         self.core.check_books()
         table = self.state.table
         assert np.isin(table.state, (State.FREE, State.COMMITTED, State.SUMMED)).all()

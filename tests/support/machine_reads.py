@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from kvhearth.errors import Reason
 from kvhearth.model import FLAG_SUMMED
 from kvhearth_server.core.holds import hold_room, newly_held_bytes
 from kvhearth_server.core.lookup import Found, KeysItem
-from support.core_kit import refused, slots_item
+from support.core_kit import slots_item
 from support.core_model import Block, Served, longest_hit, needed_blocks, places
 from support.machine_base import KEYS, Client, MachineBase, decides, pick, some_keys, survives
 
@@ -37,22 +36,15 @@ class ReadingRules(MachineBase):
 
     def _lookup(self, client: Client, items: list[KeysItem], lease_id: int) -> None:
         mine = [name for name in self.model.leases if name[0] == client.group]
-        call = functools.partial(
-            self.engine.call,
-            self.core.reading.lookup,
-            client.number,
-            self.space(client).epoch,
-            items,
-            lease_id,
-        )
+        refusal = None
         if lease_id and (client.group, lease_id) in self.model.leases:
-            with refused(Reason.LEASE_EXISTS):
-                call()
+            refusal = Reason.LEASE_EXISTS
         elif lease_id and len(mine) >= self.limits.leases_max:
-            with refused(Reason.TOO_MANY_LEASES):
-                call()
-        else:
-            self._compare(client, items, call(), lease_id)
+            refusal = Reason.TOO_MANY_LEASES
+        place, lookup = (client.number, self.space(client).epoch), self.core.reading.lookup
+        found = self.call(lookup, *place, items, lease_id, refusal=refusal)
+        if refusal is None:
+            self._compare(client, items, found, lease_id)
 
     def _compare(self, client: Client, items: list[KeysItem], found: Found, lease_id: int) -> None:
         known = [self.known(client, item.kv_group, item.keys) for item in items]
@@ -103,16 +95,13 @@ class ReadingRules(MachineBase):
         lambda self: self.model.leases or len(self.model.blocks) > 8, lease_id=st.integers(1, 4)
     )
     def release(self, data: st.DataObject, client: Client, lease_id: int) -> None:
-        call = functools.partial(
-            self.engine.call, self.core.reading.release, client.number, [lease_id]
-        )
-        if (client.group, lease_id) in self.model.leases:
+        known = (client.group, lease_id) in self.model.leases
+        if known:
             self.model.drop_lease(client.group, lease_id)
-            call()
         else:
-            with refused(Reason.UNKNOWN_LEASE):
-                call()
             self.withdrawn.add((client.group, lease_id))
+        refusal = None if known else Reason.UNKNOWN_LEASE
+        self.call(self.core.reading.release, client.number, [lease_id], refusal=refusal)
 
     @decides(lambda self: self.model.blocks, named=some_keys)
     def touch(self, data: st.DataObject, client: Client, named: list[bytes]) -> None:
@@ -136,14 +125,9 @@ class ReadingRules(MachineBase):
         item = slots_item(block.slots[shard : shard + 1], block.generations[shard : shard + 1])
         (suspect,) = self.core.reading.suspects(client.number, [item])
         assert suspect.tolist() == [block.slots]
-        remove = functools.partial(
-            self.engine.call,
-            self.core.reading.remove_bad,
-            np.array(block.slots[:1]),
-            np.array(block.generations[:1], np.uint32),
-        )
-        assert remove()
-        assert not remove()
+        place = np.array(block.slots[:1]), np.array(block.generations[:1], np.uint32)
+        assert self.call(self.core.reading.remove_bad, *place)
+        assert not self.call(self.core.reading.remove_bad, *place)
 
     # -- keeping and dropping ---------------------------------------------------------------------
 
@@ -160,8 +144,16 @@ class ReadingRules(MachineBase):
         blocks = self.known(client, kv_group, named)
         distinct = list(dict.fromkeys(block for block in blocks if block))
         slots = np.array([slot for block in distinct for slot in block.slots], np.int64)
-        call = functools.partial(
-            self.engine.call,
+        room = hold_room(self.state, self.state.group_of(client.number).segment)
+        mine = [name for name in self.model.pins if name[0] == space.number]
+        name, refusal = (space.number, pin_id), None
+        if name in mine:
+            refusal = Reason.PIN_EXISTS
+        elif len(mine) >= self.limits.pins_max:
+            refusal = Reason.TOO_MANY_PINS
+        elif newly_held_bytes(self.state, slots) > room:
+            refusal = Reason.HELD_CAP
+        flags = self.call(
             self.core.pinning.pin,
             client.number,
             space.epoch,
@@ -169,36 +161,22 @@ class ReadingRules(MachineBase):
             [KeysItem(kv_group, named)],
             ttl_s=float(ttl_s),
             now=self.shell.now,
+            refusal=refusal,
         )
-        room = hold_room(self.state, self.state.group_of(client.number).segment)
-        mine = [name for name in self.model.pins if name[0] == space.number]
-        name = (space.number, pin_id)
-        if name in mine:
-            reason = Reason.PIN_EXISTS
-        elif len(mine) >= self.limits.pins_max:
-            reason = Reason.TOO_MANY_PINS
-        elif newly_held_bytes(self.state, slots) > room:
-            reason = Reason.HELD_CAP
-        else:
-            (flags,) = call()
-            assert flags.tolist() == [block is not None for block in blocks]
+        if refusal is None:
+            assert flags[0].tolist() == [block is not None for block in blocks]
             for block in distinct:
                 block.pins += 1
             self.model.pins[name] = (self.shell.now + ttl_s, distinct)
-            return
-        with refused(reason):
-            call()
 
     @decides(lambda self: self.model.pins or len(self.model.blocks) > 8, pin_id=st.integers(1, 3))
     def unpin(self, data: st.DataObject, client: Client, pin_id: int) -> None:
         name = (self.space(client).number, pin_id)
-        call = functools.partial(self.engine.call, self.core.pinning.unpin, client.number, [pin_id])
-        if name in self.model.pins:
+        known = name in self.model.pins
+        if known:
             self.model.drop_pin(name)
-            call()
-        else:
-            with refused(Reason.UNKNOWN_PIN):
-                call()
+        refusal = None if known else Reason.UNKNOWN_PIN
+        self.call(self.core.pinning.unpin, client.number, [pin_id], refusal=refusal)
 
     @precondition(lambda self: self.model.pins)
     @rule(seconds=st.sampled_from([1, 50]))
@@ -209,15 +187,15 @@ class ReadingRules(MachineBase):
         over = [name for name, (end, _) in self.model.pins.items() if end <= self.shell.now]
         for name in over:
             self.model.drop_pin(name)
-        assert self.engine.call(self.core.pinning.expire, self.shell.now) == len(over)
+        assert self.call(self.core.pinning.expire, self.shell.now) == len(over)
 
     @decides(lambda self: len(self.model.blocks) > 4 and self.quiet_steps % 3 == 0)
     def bump_epoch(self, data: st.DataObject, client: Client) -> None:
         space = self.space(client)
         epoch = space.epoch
-        with refused(Reason.STALE_EPOCH):
-            self.engine.call(self.core.bump_epoch, client.number, epoch + 1)
-        assert self.engine.call(self.core.bump_epoch, client.number, epoch) == epoch + 1
+        stale = Reason.STALE_EPOCH
+        self.call(self.core.bump_epoch, client.number, epoch + 1, refusal=stale)
+        assert self.call(self.core.bump_epoch, client.number, epoch) == epoch + 1
 
     @precondition(lambda self: len(self.model.blocks) > KEYS // 2)
     @rule(data=st.data(), keep_bytes=st.sampled_from([0, 20_000, 60_000]))
@@ -230,7 +208,7 @@ class ReadingRules(MachineBase):
         space = spaces[data.draw(st.sampled_from(sorted(spaces)), label="namespace")]
         self.shrinking = space.number
         mine = [b for b in self.model.blocks.values() if b.namespace == space.number]
-        count = self.engine.call(self.core.evict, space.digest, keep_bytes)
+        count = self.call(self.core.evict, space.digest, keep_bytes)
         self.sync()
         left = [b for b in self.model.blocks.values() if b.namespace == space.number]
         assert count == len(mine) - len(left)

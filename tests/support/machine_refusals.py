@@ -15,7 +15,7 @@ from kvhearth.errors import Reason
 from kvhearth_server.core.commit import CommitItem
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.membership import Joining
-from support.core_kit import contract, full, key, keys, refused, slots_item
+from support.core_kit import contract, full, key, keys, slots_item
 from support.core_model import Block, Held, snapshot
 from support.machine_base import Client, MachineBase, decides, pick
 
@@ -33,17 +33,20 @@ class RefusalRules(MachineBase):
     """Clients that violate the protocol."""
 
     @decides(lambda self: self.quiet_steps % 3 == 0)
-    def break_a_rule(self, data: st.DataObject, client: Client) -> None:
-        """Do one of the things that no client should do."""
+    def break_every_rule(self, data: st.DataObject, client: Client) -> None:
+        """Do everything that no client should do."""
         wrong = [*self._wrong_keys(client), *self._wrong_pins(client), *self._wrong_joins(client)]
         mine = [h for h in self.model.held if h.group == client.group and not h.in_doubt]
         if mine:
             wrong += self._wrong_slots(client, pick(data, mine, "block"))
-        name, reason, call = pick(data, wrong, "what is wrong")
         before = snapshot(self.core)
-        with refused(reason):
-            self.engine.call(call)
-        assert snapshot(self.core) == before, f"{name} changed something"
+        for name, reason, call in wrong:
+            try:
+                self.call(call, refusal=reason)
+            except BaseException as error:
+                error.add_note(f"what was wrong: {name}")
+                raise
+        assert snapshot(self.core) == before, "a refused call changed something"
 
     def _wrong_keys(self, client: Client) -> Iterator[Refusal]:
         session, epoch = client.number, self.space(client).epoch

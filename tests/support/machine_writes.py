@@ -93,12 +93,12 @@ class WritingRules(MachineBase):
         again = None if known is None or known.in_doubt else list(known.handed)
         self.shrinking = space.number
         try:
-            reserved = self.engine.call(
+            reserved = self.call(
                 self.core.writing.reserve, client.number, numbered, space.epoch, wants, portion
             )
             while reserved.more:
                 assert portion is not None
-                reserved = self.engine.call(
+                reserved = self.call(
                     self.core.writing.reserve_more, client.number, numbered, space.epoch, portion
                 )
         except KVHearthError as error:
@@ -251,9 +251,7 @@ class WritingRules(MachineBase):
             )
         self.pending = blocks
         self.sent_commits += [(client.place, item) for item in items]
-        stored = self.engine.call(
-            self.core.writing.commit, client.number, self.space(client).epoch, items
-        )
+        stored = self.call(self.core.writing.commit, client.number, self.space(client).epoch, items)
         assert [flags.tolist() for flags in stored] == expected
         self.sync()
         for block, new in zip(blocks, itertools.chain(*expected), strict=True):
@@ -295,7 +293,7 @@ class WritingRules(MachineBase):
 
     def _refused_again(self, function: Any, *arguments: Any, **options: Any) -> None:
         try:
-            self.engine.call(function, *arguments, **options)
+            self.call(function, *arguments, **options)
         except KVHearthError as error:
             if error.reason not in REPEAT_REFUSALS:
                 raise
@@ -334,7 +332,7 @@ class WritingRules(MachineBase):
             for block in self.model.blocks.values()
             if (block.slots, block.generations) in pairs and not block.summed
         ]
-        done = self.engine.call(self.core.writing.summed, slots, generations, sums)
+        done = self.call(self.core.writing.summed, slots, generations, sums)
         assert done == len(live)
         for block in live:
             block.summed = True
@@ -353,7 +351,7 @@ class WritingRules(MachineBase):
         self._gave_back(chosen, in_doubt=in_doubt)
         # A report frees nothing while a member that left without a goodbye may be writing.
         has_undrained_member = self.state.group_of(client.number).has_undrained_member
-        freed, quarantined = self.engine.call(
+        freed, quarantined = self.call(
             self.core.writing.abort, client.number, items, [], in_doubt=in_doubt
         )
         assert (freed == 0) == (in_doubt or has_undrained_member)
@@ -397,9 +395,7 @@ class WritingRules(MachineBase):
         reported = self._reported(client)
         if in_doubt or all(held in reported for held in chosen):
             self._gave_back(chosen, in_doubt=in_doubt)
-            self.engine.call(
-                self.core.writing.abort, client.number, [], [numbered], in_doubt=in_doubt
-            )
+            self.call(self.core.writing.abort, client.number, [], [numbered], in_doubt=in_doubt)
             if not (in_doubt or group.has_undrained_member):
                 slots = [slot for held in chosen for slot in held.slots]
                 assert not np.isin(
