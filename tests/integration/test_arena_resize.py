@@ -237,7 +237,9 @@ def test_memory_that_is_not_there_leaves_the_arena_as_it_was() -> None:
 # -- arenas that cannot be adopted -----------------------------------------------------------------
 
 CHANGES: list[dict[str, object]] = [
+    {"slot_bytes_min": "64KiB"},
     {"slab_bytes": "4MiB"},
+    {"tenants": f"a={os.getuid()}:8MiB"},
     {"tenants": f"default={os.getuid()}:8MiB b=4242:8MiB"},
 ]
 

@@ -170,28 +170,6 @@ def test_another_contract_under_the_same_name(daemon: Daemon) -> None:
     assert "revision: 'other' here, 'r' there" in caught.value.message
 
 
-def test_a_mismatch_in_everything_is_still_a_frame(daemon: Daemon) -> None:
-    ours, theirs = fat_contract(0, "a"), fat_contract(1, "\u00fc")
-    with (
-        RawSession(daemon, engine_id="t", contract=json.dumps(ours)),
-        refused(daemon, Reason.CONTRACT_MISMATCH) as caught,
-    ):
-        say(daemon, encode_frame(raw_hello(engine_id="t", contract=json.dumps(theirs))))
-    assert len(caught.value.message) <= 1024
-
-
-def test_a_lie_about_the_previous_session(daemon: Daemon) -> None:
-    """A client may only report its own boot's and tenant's session as drained, and only once it is
-    gone.
-    """
-    with RawSession(daemon, engine_id="old") as old:
-        extents = old.reserve(2)
-        lie = {"previous_session": old.welcome["session"], "previous_drained": True}
-        RawSession(daemon, **lie, previous_boot=old.boot_id).close()
-        RawSession(daemon, **lie, previous_boot="0" * 32).close()
-        assert old.abort(extents).freed_slots == 2
-
-
 # -- attach sockets ------------------------------------------------------------------------------
 
 AFTER_WELCOME: dict[str, bytes] = {
@@ -222,13 +200,6 @@ def test_half_a_frame_on_a_life_line_is_no_end(daemon: Daemon) -> None:
         session.line.send(encode_frame({"kind": "bye"})[:-1])
         for _ in range(3):
             session.call("Heartbeat", pb.HeartbeatRequest())
-
-
-def test_what_the_wire_says_is_no_namespace_of_its_own(daemon: Daemon) -> None:
-    """White space, order and escapes of the JSON do not make another namespace."""
-    spaced = json.dumps(dict(reversed(json.loads(raw_contract().to_json()).items())), indent=2)
-    with RawSession(daemon) as one, RawSession(daemon, contract=spaced) as other:
-        assert one.welcome["namespace"] == other.welcome["namespace"]
 
 
 # -- too many ------------------------------------------------------------------------------------
@@ -263,20 +234,6 @@ def test_out_of_descriptors_and_back(hasty: Daemon) -> None:
 def long_contract(number: int) -> str:
     # An umlaut takes six bytes in the canonical form: 50 KiB of at most 64.
     return json.dumps(fat_contract(number, "\u00fc"))
-
-
-def test_the_texts_of_all_contracts_are_bounded() -> None:
-    """Long contracts use up the room for namespaces long before their maximum number is reached."""
-    with running_daemon(arena=False) as daemon, contextlib.ExitStack() as held:
-        with refused(daemon, Reason.TOO_MANY_NAMESPACES):
-            for number in range(200):
-                held.enter_context(RawSession(daemon, contract=long_contract(number)))
-        known = RawSession(daemon, contract=long_contract(0), engine_id="another")
-        held.close()
-        until(lambda: daemon.stats().sessions == 1, "all left")
-        RawSession(daemon, contract=long_contract(200)).close()
-        known.close()
-        end_well(daemon)
 
 
 def test_long_contracts_outlive_a_restart() -> None:

@@ -321,6 +321,19 @@ def test_what_the_caller_changes_after_the_call_changes_nothing(daemon: Daemon) 
         assert engine.load(keys).usable_blocks == 4
 
 
+def test_a_thread_that_fails_goes_on(daemon: Daemon) -> None:
+    def explode(number: int) -> None:
+        if number == 2:
+            raise RuntimeError("scripted")
+
+    GateCopier.on_store = staticmethod(explode)
+    with cached_engine(daemon.url(), copiers=GateCopier) as engine:
+        done = engine.begin_store(new_keys(48)).result(DONE_S)  # three batches
+        assert (done.stored, done.failed, done.reason) == (16, 32, "internal")
+        assert engine.counter("store_crashes") == 1
+        assert engine.store(new_keys(20)).stored == 20
+
+
 # -- weights that change -----------------------------------------------------------------------
 
 

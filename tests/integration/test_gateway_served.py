@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
+from support.http_door import ask, scraped
 from support.remote_raw import PAGE_BYTES, RawSession, close_all, keys_of, refusal_of
 
 from kvhearth.wire.remote import Outcome
@@ -23,13 +23,6 @@ def pid_of(daemon: Daemon) -> int:
     """Return the gateway process that served last."""
     found: int = daemon.events("gateway.serving")[-1]["pid"]
     return found
-
-
-def page(daemon: Daemon, path: str) -> str:
-    """Return a page of the daemon's HTTP."""
-    with urllib.request.urlopen(f"http://{daemon.ready()['http']}{path}", timeout=20) as answer:
-        text: str = answer.read().decode()
-    return text
 
 
 def served_at(daemon: Daemon, count: int) -> int:
@@ -50,12 +43,12 @@ def test_the_daemon_starts_and_restarts_its_gateway() -> None:
         assert session.put(bad, bytes(PAGE_BYTES)) == [Outcome.FOREIGN_EXTENT]
         assert refusal_of(lambda: session.open_calls("wrong")) == "unknown_token"
         until(lambda: daemon.counters().get("gateway_bytes{in}"), "counts reach the daemon")
-        text = page(daemon, "/metrics")
+        text = scraped(daemon)
         assert 'kvhearth_gateway_refusals_total{reason="unknown_token"} 1.0' in text
         assert 'kvhearth_gateway_extents_refused_total{outcome="foreign_extent"} 1.0' in text
         assert f'kvhearth_gateway_bytes_total{{direction="in"}} {2 * PAGE_BYTES}.0' in text
         line = f"[i]gateway: its process serves 127.0.0.1:{port}"
-        assert line in page(daemon, "/readyz?verbose")
+        assert line in ask(daemon, "/readyz?verbose").body.decode()
         os.kill(pid_of(daemon), signal.SIGKILL)
         assert served_at(daemon, 2) == port
         session = RawSession(port)

@@ -13,11 +13,12 @@ from typing import IO, Any
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, ask
-from support.raw_door import RawSession
+from support.raw_door import RawLine, RawSession, attach_path, raw_hello
 
 from kvhearth.contract import namespace_digest
 from kvhearth.errors import KVHearthError
 from kvhearth.version import __version__
+from kvhearth.wire.handshake import encode_frame
 from kvhearth_lab.harness import daemon as harness
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
@@ -107,6 +108,19 @@ def test_a_runs_log(daemon: Daemon) -> None:
     assert (found["hit_keys"], found["miss_keys"], found["stored_blocks"]) == (8, 1, 8)
     assert (found["evicted_blocks"], found["promoted_blocks"], found["lookups"]) == (0, 0, 1)
     assert found["uptime_s"] > 0
+
+
+def test_engines_cannot_flood_the_log(daemon: Daemon) -> None:
+    hello = encode_frame(raw_hello())
+
+    def held_back() -> int:
+        for _ in range(100):
+            with RawLine(attach_path(daemon)) as line:
+                line.send(hello)
+                line.answer()
+        return sum(each.get("suppressed", 0) for each in daemon.events("engine.lost"))
+
+    until(held_back, "those that were held back are told", 60)
 
 
 def test_people_read_the_same_events() -> None:

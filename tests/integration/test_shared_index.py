@@ -9,6 +9,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +24,11 @@ from kvhearth.client import KVClient
 from kvhearth.contract import Contract, GroupKind, GroupSpec, namespace_digest
 from kvhearth.native.table import NAMESPACES, Shape
 from kvhearth.results import CommitGroup, LookupResult
+from kvhearth.shared_index import find_mapped
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
+from kvhearth.wire.messages import pack_query
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason="no native module")
@@ -237,6 +241,12 @@ def test_a_successor_shares_the_adopted_blocks() -> None:
             engine.wait_ready()
             assert mapped(engine, keys).hit_tokens == 40 * 16
             assert right(engine, keys, mapped(engine, keys)) == 40
+
+
+def test_a_dead_daemons_index_is_not_read() -> None:
+    link: Any = SimpleNamespace(tables=[None], session=SimpleNamespace(alive=lambda: False))
+    query = pack_query(CONTRACT, {0: new_keys(1)})
+    assert find_mapped(link, CONTRACT, query, 1, 0) is None
 
 
 def test_a_scheduler_gets_its_answer_at_once() -> None:

@@ -8,6 +8,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from inspect import isawaitable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -414,6 +415,17 @@ def test_extents_of_another_namespace(caller: Caller) -> None:
     assert caller.refused("Abort", abort) == Reason.NOT_RESERVED
 
 
+def test_slots_in_doubt_wait_for_a_second_word(caller: Caller) -> None:
+    extents = caller.reserve(2)
+    abort = pb.AbortRequest(groups=[slots_of(extents)], in_doubt=True)
+    doubt = caller.call("Abort", abort)
+    assert (doubt.freed_slots, doubt.quarantined_slots) == (0, 2)
+    late = pb.CommitRequest(epoch=caller.epoch, groups=[commit_group(keys(1, 2), extents)])
+    assert caller.refused("Commit", late) == Reason.NOT_RESERVED
+    abort.in_doubt = False
+    assert caller.call("Abort", abort).freed_slots == 2
+
+
 BAD_SLOTS: dict[str, dict[str, Any]] = {
     "torn slots": {"slots": bytes(5), "generations": bytes(4)},
     "torn generations": {"slots": bytes(4), "generations": bytes(5)},
@@ -506,3 +518,14 @@ def test_pins(caller: Caller) -> None:
     assert caller.refused("Pin", pins[1]) == Reason.PIN_EXISTS, "another engine's stay"
     assert caller.refused("Unpin", mine) == Reason.UNKNOWN_PIN, "of 0; the others end"
     assert caller.call("Pin", pins[2]).pinned[0].bits == b"\x03"
+
+
+def test_a_release_cancels_promotions_of_its_group(caller: Caller) -> None:
+    """A good message: nothing else calls a lookup's promotions off."""
+    seen: list[tuple[int, list[int]]] = []
+    promoter = SimpleNamespace(cancel=lambda group, ids: seen.append((group, list(ids))))
+    caller.engine.tiering = SimpleNamespace(promoter=promoter, wake=lambda: None)  # type: ignore[assignment]
+    request = pb.ReleaseRequest(cancelled_ids=[7, 8])
+    caller.dispatcher.decide("Release", request, caller.sessions[1])
+    group = caller.engine.core.state.group_of(caller.sessions[1].number)
+    assert seen == [(group.number, [7, 8])]
