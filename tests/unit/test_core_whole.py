@@ -141,9 +141,10 @@ class Pair:
     def picture(self, rig: Rig) -> Any:
         """Return the whole state of a core; a ring may have its members at other positions."""
         state, group = rig.state, rig.group(self.session)
+        counts = {name: count for name, count in state.counts.items() if count}
         return (
             {name: what for name, what in snapshot(rig.core).items() if name != "position"},
-            (state.counts, plain(state.actions), state.clock, state.release_epoch),
+            (counts, plain(state.actions), state.clock, state.release_epoch),
             (group.leased_at, list(group.released_early)),
         )
 
