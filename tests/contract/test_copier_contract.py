@@ -310,6 +310,13 @@ PAIRWISE = [
 ]
 """Each layout with each order and each gap between slots, and each order with each gap."""
 
+CHECKED = (0, FLAG_SUMMED, FLAG_VERIFY, FLAG_SUMMED | FLAG_VERIFY)
+ALONE = [
+    *((harm, flags) for harm in ("none", "byte", "generation", "moved") for flags in CHECKED),
+    *((harm, CHECKED[-1]) for harm in ("length", "page", "boot", "death")),
+]
+"""Harms, each with the flags of a load on which its outcome may depend."""
+
 
 class TestCopierContract:
     @cases(("layout", "order", "gap_bytes"), PAIRWISE)
@@ -470,8 +477,7 @@ class TestCopierContract:
         assert rig.pages() == before
         assert rig.load(rig.extents([0, 1]), [3, page]).ok.tolist() == [True, False]
 
-    @cases("flags", [0, FLAG_SUMMED, FLAG_VERIFY, FLAG_SUMMED | FLAG_VERIFY])
-    @cases("harm", ["none", "byte", "generation", "length", "page", "boot", "moved", "death"])
+    @cases(("harm", "flags"), ALONE)
     def test_one_block_alone_fares_as_among_others(
         self, make_rig: MakeRig, flags: int, harm: str
     ) -> None:

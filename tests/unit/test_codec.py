@@ -60,7 +60,8 @@ def test_normal_values_come_back_within_the_bounds(
     if dtype == "float16" and scale > 6e4:
         return
     random = np.random.default_rng(7)
-    drawn = random.standard_normal(1 << 17) * scale
+    # The bytes of the largest are encoded in several pieces.
+    drawn = random.standard_normal(1 << (17 if scale == 1.0 else 13)) * scale
     drawn[:: 64 * 3] *= outlier
     values = np.clip(drawn, -3e38, 3e38).astype(np.float32)
     words = words_of(np.clip(values, -6e4, 6e4) if dtype == "float16" else values, dtype)
