@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-import pytest
 from rich.console import Console
+from support.cases import cases
 from support.reports import report, ssd, stats
 
 from kvhearth_server.cli.top import View, _drawn, verdict
@@ -56,7 +56,7 @@ def drawn(found: Stats) -> list[str]:
     return out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("engines", [0, 1, 64])
+@cases("engines", [0, 1, 64])
 def test_a_screen_of_80_by_24_shows_what_matters(engines: int) -> None:
     lines = drawn(full_stats(engines))
     assert len(lines) <= 24

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,18 +19,19 @@ from kvhearth_server.gateway.process import listen
 HOST = "127.0.0.1"
 
 
-def test_a_port_that_a_dying_gateway_holds_is_waited_for() -> None:
+def test_a_port_that_a_dying_gateway_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     before = listen(HOST, 0)
     port = before.getsockname()[1]
-    timer = threading.Timer(0.2, before.close)
-    timer.start()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: before.close())
+    monkeypatch.setattr(process, "time", clock)
     with listen(HOST, port) as after:
         assert after.getsockname()[1] == port
-    timer.join()
 
 
 def test_a_port_that_stays_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_TAKEN_S", 0.1)
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None)
+    monkeypatch.setattr(process, "time", clock)
     with listen(HOST, 0) as before, pytest.raises(KVHearthError, match="give a free port") as info:
         listen(HOST, before.getsockname()[1])
     assert info.value.reason is Reason.SOCKET_UNUSABLE

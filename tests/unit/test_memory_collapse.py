@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import cases
 from support.memory_places import tmpfs_directory
 
 from kvhearth.prefault import Populate, Span
@@ -70,7 +71,7 @@ def faults_of_touching(mapping: SharedMapping) -> int:
 
 
 @needs_collapse
-def test_all_of_it_is_in_huge_pages(place: Path) -> None:
+def test_all_of_it_is_in_huge_pages_and_takes_one_fault_each(place: Path) -> None:
     segment = create_segment(SIZE, PREFER, path=place)
     assert segment.page_kind is PageKind.THP
     assert (segment.page_bytes, segment.huge_bytes) == (HUGE, SIZE)
@@ -78,12 +79,6 @@ def test_all_of_it_is_in_huge_pages(place: Path) -> None:
     assert not segment.view.any()
     assert os.fstat(segment.fd).st_blocks * 512 == SIZE
     assert len(segment.steps_down) == 1
-    segment.close()
-
-
-@needs_collapse
-def test_an_aligned_mapping_takes_one_fault_a_huge_page(place: Path) -> None:
-    segment = create_segment(SIZE, PREFER, path=place)
     assert faults_of_touching(second_mapping(segment, HUGE)) <= 2 * SIZE // HUGE
     segment.close()
     small = create_segment(SIZE, OFF, path=place.with_name("small"))
@@ -122,7 +117,7 @@ def test_a_tail_of_small_pages_is_populated_too(place: Path) -> None:
     segment.close()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("error", "attempts", "why"),
     [
         (errno.EINVAL, 1, "Linux 6.1"),
@@ -135,7 +130,7 @@ def test_a_kernel_that_refuses_leaves_small_pages(
     place: Path, error: int, attempts: int, why: str
 ) -> None:
     kernel = Refusing(error)
-    segment = create_segment(SIZE, PREFER, path=place, kernel=kernel)
+    segment = create_segment(SIZE, PREFER, path=place.with_name(why), kernel=kernel)
     assert kernel.attempts == attempts
     assert segment.page_kind is PageKind.BASE
     assert (segment.page_bytes, segment.huge_bytes) == (mmap.PAGESIZE, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.cases import cases
 from support.memory_places import tmpfs_directory
 
 from kvhearth.errors import KVHearthError, Reason
@@ -38,7 +39,7 @@ def machine(root: Path, *, pages: int, available_mib: int) -> KernelMemory:
     return KernelMemory(root)
 
 
-@pytest.mark.parametrize("page_bytes", [2 * MIB, GIB])
+@cases("page_bytes", [2 * MIB, GIB])
 def test_files_are_whole_pages(page_bytes: int) -> None:
     geometry = Geometry.of([("a", 8 * GIB)], 64 * MIB, 16 << 10)
     room = room_of(geometry, Filesystem(FilesystemKind.HUGETLBFS, page_bytes, 0, 0))

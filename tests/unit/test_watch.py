@@ -43,21 +43,16 @@ def watched() -> Watched:
     return Watched()
 
 
-def test_it_watches_counters_that_there_are() -> None:
+def test_it_watches_counters_that_there_are_and_the_page_explains_them() -> None:
     assert set(RATES) <= COUNTERS.keys()
     assert all(COUNTERS[name].label for name in KINDS)
-
-
-def test_the_page_explains_reasons_that_there_are() -> None:
     page = Path(web.__file__).with_name("page.html").read_text()
     explained = re.findall(r'"(\w+) (\w+)": "', page)
-    words = {kind: set[str]() for kind in KINDS.values()} | {"eviction": set(EVICTIONS)}
-    for name, kind in KINDS.items():
-        words[kind] |= COUNTERS[name].words
-    known = {(kind, word) for kind, found in words.items() for word in found}
-    own = {("quarantine", "may_still_write"), ("engine", "attached"), ("engine", "gone")}
+    known = {(kind, word) for name, kind in KINDS.items() for word in COUNTERS[name].words}
+    known |= {("eviction", word) for word in EVICTIONS}
+    known |= {("quarantine", "may_still_write"), ("engine", "attached"), ("engine", "gone")}
     assert explained
-    assert set(explained) <= known | own | {("slow", "ok")}
+    assert set(explained) <= known | {("slow", "ok")}
 
 
 def test_rates_are_rises_of_the_last_look(watched: Watched) -> None:
