@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cases import cases
 from support.cuda_fake import FakeCuda, FakeDevice
 
 from kvhearth.copiers import CopyKind
@@ -97,7 +98,7 @@ class TestFile:
         assert load_rates(path, "third") is None
         assert list(path.parent.iterdir()) == [path]
 
-    @pytest.mark.parametrize(
+    @cases(
         "text",
         [
             "",
@@ -274,7 +275,7 @@ class TestBatchCall:
         attributes = [1, 0, 0, 0, 0, 1]
         assert seen == [[1 << 40, 2], [3, 4], [5, 6], attributes, 0, 1, 1 + failed_index, 77]
 
-    @pytest.mark.parametrize(
+    @cases(
         ("version", "offered", "failed_index"),
         [
             (13000, {13000: 1, 12080: 2}, False),
@@ -290,9 +291,7 @@ class TestBatchCall:
         assert isinstance(found, BatchCall)
         assert bool(found._failed) == failed_index
 
-    @pytest.mark.parametrize(
-        ("version", "offered"), [(12040, {}), (13000, {}), (12060, {12080: 1})]
-    )
+    @cases(("version", "offered"), [(12040, {}), (13000, {}), (12060, {12080: 1})])
     def test_an_old_driver_has_none(self, version: int, offered: dict[int, int]) -> None:
         found = find_batch_call(_Driver(version, offered))
         assert isinstance(found, str)

@@ -6,6 +6,7 @@ import resource
 
 import pytest
 from structlog.testing import capture_logs
+from support.cases import cases
 
 from kvhearth_server.config import rlimit as descriptors
 from kvhearth_server.config.model import Settings
@@ -31,8 +32,8 @@ def test_a_limit_that_is_too_low_is_told_at_the_start(
     assert ("descriptors.few" in {line["event"] for line in logged}) is reported
 
 
-@pytest.mark.parametrize("sessions_max", [1, 4, 256, 65536])
-@pytest.mark.parametrize("limit", [512, 1024, 4096, 65536, 1 << 20])
+@cases("sessions_max", [1, 4, 256, 65536])
+@cases("limit", [512, 1024, 4096, 65536, 1 << 20])
 def test_the_shares_leave_the_reserve(sessions_max: int, limit: int) -> None:
     settings = Settings(sessions_max=sessions_max)
     shares = descriptors.door_shares(settings, limit)
@@ -41,7 +42,7 @@ def test_the_shares_leave_the_reserve(sessions_max: int, limit: int) -> None:
     assert min(shares.attach, shares.calls, shares.calls_fair, shares.grpc, shares.http) > 0
 
 
-@pytest.mark.parametrize("sessions_max", [1, 4, 256, 4096])
+@cases("sessions_max", [1, 4, 256, 4096])
 def test_the_limit_that_is_needed_serves_all_sessions(sessions_max: int) -> None:
     settings = Settings(sessions_max=sessions_max)
     shares = descriptors.door_shares(settings, descriptors.needed(settings))
