@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.arena_fake import FakeArena
+from support.cases import cases
 from support.codec_bounds import BITS, words_of
 from support.triton_interpreter import interpreted_kernels
 
@@ -111,10 +112,8 @@ def _sums(kernels: Any, runs: np.ndarray) -> np.ndarray:
     return checksums(lanes.numpy(), parts * run_bytes)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(
-    "run_bytes", [248, 256, 264, 1016, 1024, 1032, 1088, 2048, 8200, 16384 + 640]
-)
+@cases("parts", [1, 3])
+@cases("run_bytes", [248, 256, 264, 1016, 1024, 1032, 1088, 2048, 8200, 16384 + 640])
 def test_the_checksums_are_those_of_the_cpu(kernels: Any, parts: int, run_bytes: int) -> None:
     runs = np.random.default_rng(run_bytes).integers(0, 256, (3, parts, run_bytes), np.uint8)
     runs[1] = 0
@@ -155,9 +154,9 @@ def _patterns(dtype: str, count: int, seed: int) -> np.ndarray:
     return words
 
 
-@pytest.mark.parametrize("codec", CODECS[1:])
-@pytest.mark.parametrize("dtype", ELEMENT_BYTES)
-@pytest.mark.parametrize(("parts", "elements"), [(1, 64), (2, 2048 * 3), (7, 7 * 320)])
+@cases("codec", CODECS[1:])
+@cases("dtype", ELEMENT_BYTES)
+@cases(("parts", "elements"), [(1, 64), (2, 2048 * 3), (7, 7 * 320)])
 def test_a_kernel_encodes_and_decodes_as_the_cpu_does(
     kernels: Any, codec: str, dtype: str, parts: int, elements: int
 ) -> None:
@@ -197,8 +196,8 @@ def _tensors(shape: str) -> list[np.ndarray]:
     return [np.zeros((6, count), np.float16) for count in (1024, 64, 960)]
 
 
-@pytest.mark.parametrize("codec", CODECS[1:])
-@pytest.mark.parametrize("shape", ["single", "stacked", "ragged"])
+@cases("codec", CODECS[1:])
+@cases("shape", ["single", "stacked", "ragged"])
 def test_pages_of_every_layout_are_what_the_host_copier_makes_of_them(
     kernels: Any, codec: str, shape: str
 ) -> None:

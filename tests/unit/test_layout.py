@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cases import cases
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV, Shape
@@ -103,28 +104,26 @@ def _read_only() -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize(
-    "tensors",
+@cases(
+    ("why", "tensors"),
     [
-        pytest.param([], id="none"),
-        pytest.param([_numbered(PAGES, 8), _numbered(PAGES + 1, 8)], id="page-counts"),
-        pytest.param([_numbered(2, PAGES, 8).transpose(1, 0, 2)], id="page-not-outermost"),
-        pytest.param([_numbered(PAGES, 8, 2)[:, :, 0]], id="hole-in-a-page"),
-        pytest.param([_numbered(PAGES, 8)[::-1]], id="backwards"),
-        pytest.param([_numbered(PAGES, 8)[:, ::-1]], id="page-backwards"),
-        pytest.param([np.broadcast_to(np.zeros(8), (PAGES, 8))], id="broadcast"),
-        pytest.param(
-            [np.lib.stride_tricks.as_strided(_numbered(64), (6, 8), (4, 1))], id="overlap"
-        ),
-        pytest.param([np.zeros((PAGES, 0))], id="empty-page"),
-        pytest.param([np.zeros((0, 8))], id="no-page"),
-        pytest.param([np.array(3)], id="no-dimension"),
-        pytest.param([np.array([object()] * PAGES)], id="objects"),
-        pytest.param([_read_only()], id="read-only"),
-        pytest.param([[1, 2, 3]], id="a-list"),
+        ("none", []),
+        ("page counts", [_numbered(PAGES, 8), _numbered(PAGES + 1, 8)]),
+        ("page not outermost", [_numbered(2, PAGES, 8).transpose(1, 0, 2)]),
+        ("hole in a page", [_numbered(PAGES, 8, 2)[:, :, 0]]),
+        ("backwards", [_numbered(PAGES, 8)[::-1]]),
+        ("page backwards", [_numbered(PAGES, 8)[:, ::-1]]),
+        ("broadcast", [np.broadcast_to(np.zeros(8), (PAGES, 8))]),
+        ("overlap", [np.lib.stride_tricks.as_strided(_numbered(64), (6, 8), (4, 1))]),
+        ("empty page", [np.zeros((PAGES, 0))]),
+        ("no page", [np.zeros((0, 8))]),
+        ("no dimension", [np.array(3)]),
+        ("objects", [np.array([object()] * PAGES)]),
+        ("read only", [_read_only()]),
+        ("a list", [[1, 2, 3]]),
     ],
 )
-def test_what_cannot_be_copied_is_refused(tensors: list[Any]) -> None:
+def test_what_cannot_be_copied_is_refused(why: str, tensors: list[Any]) -> None:
     with pytest.raises(KVHearthError) as caught:
         PagedKV(tensors)
     assert caught.value.reason is Reason.BAD_CONTRACT
