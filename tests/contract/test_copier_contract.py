@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import threading
@@ -35,39 +34,16 @@ from kvhearth.url import RemoteUrl
 PAGES = 12
 BOOT = "boot-1"
 DEADLINE_S = 10.0
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
-def _has_cuda() -> bool:
-    if not HAS_TORCH:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-NEEDS_TORCH = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 KINDS = [
-    pytest.param("host-numpy"),
-    pytest.param("host-fallback"),
-    pytest.param("remote-direct"),
-    pytest.param("remote-gateway"),
-    pytest.param("remote-fallback"),
-    pytest.param("remote-staged"),
-    pytest.param("remote-scripted", marks=NEEDS_TORCH),
-    pytest.param("host-torch", marks=NEEDS_TORCH),
-    *(
-        pytest.param(f"scripted-{method}", marks=NEEDS_TORCH)
-        for method in ("unregistered", *CopyMethod)
-    ),
+    *("host-numpy", "host-fallback", "host-torch"),
+    *("remote-direct", "remote-gateway", "remote-fallback", "remote-staged", "remote-scripted"),
+    *(f"scripted-{method}" for method in ("unregistered", *CopyMethod)),
     *(pytest.param(f"cuda-{method}", marks=pytest.mark.gpu) for method in CopyMethod),
 ]
-
 ONE_OF_EACH = [
-    pytest.param("host-numpy"),
-    pytest.param("remote-direct"),
-    pytest.param("remote-scripted", marks=NEEDS_TORCH),
-    pytest.param(f"scripted-{CopyMethod.BATCH}", marks=NEEDS_TORCH),
+    *("host-numpy", "remote-direct", "remote-scripted", f"scripted-{CopyMethod.BATCH}"),
     pytest.param(f"cuda-{CopyMethod.BATCH}", marks=pytest.mark.gpu),
 ]
 with_each_class = pytest.mark.parametrize("make_rig", ONE_OF_EACH, indirect=True)
@@ -275,8 +251,11 @@ def _bytes_of(tensor: Any) -> bytes:
 
 @pytest.fixture(params=KINDS)
 def make_rig(request: pytest.FixtureRequest) -> Any:
-    if request.param.startswith("cuda") and not _has_cuda():
-        pytest.skip("torch sees no CUDA device")
+    if request.param.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("torch sees no CUDA device")
     rigs: list[Rig] = []
 
     def make(layout: str = "single", **options: Any) -> Rig:
@@ -644,11 +623,7 @@ class TestCopierContract:
         assert [rig.slot(slot) for slot in range(6)] == before[:6]
 
     @pytest.mark.realtime("forks")
-    @pytest.mark.parametrize(
-        "make_rig",
-        [pytest.param(f"scripted-{CopyMethod.BATCH}", marks=NEEDS_TORCH)],
-        indirect=True,
-    )
+    @pytest.mark.parametrize("make_rig", [f"scripted-{CopyMethod.BATCH}"], indirect=True)
     def test_a_forked_child_has_no_copier(self, make_rig: MakeRig) -> None:
         """The cache keeps a forked child from the host copier; CUDA ends with a fork."""
         rig = make_rig()
