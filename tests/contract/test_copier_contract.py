@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -624,27 +623,22 @@ class TestCopierContract:
 
     @pytest.mark.realtime("forks")
     @pytest.mark.parametrize("make_rig", [f"scripted-{CopyMethod.BATCH}"], indirect=True)
-    def test_a_forked_child_has_no_copier(self, make_rig: MakeRig) -> None:
+    def test_a_forked_child_has_no_copier(
+        self, make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The cache keeps a forked child from the host copier; CUDA ends with a fork."""
         rig = make_rig()
         rig.hold()
         ticket = rig.copier.store(BOOT, np.array([0]), rig.extents([0]))
         assert ticket is not None
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                signal.alarm(30)
-                assert rig.copier.poll() == []
-                assert rig.copier.wait(ticket, DEADLINE_S) is None
-                assert rig.copier.drain(DEADLINE_S)
-                assert rig.copier.close(DEADLINE_S)
-                with pytest.raises(KVHearthError, match="closed"):
-                    rig.copier.store(BOOT, np.array([1]), rig.extents([1]))
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: 0)
+            assert rig.copier.poll() == []
+            assert rig.copier.wait(ticket, DEADLINE_S) is None
+            assert rig.copier.drain(DEADLINE_S)
+            assert rig.copier.close(DEADLINE_S)
+            with pytest.raises(KVHearthError, match="closed"):
+                rig.copier.store(BOOT, np.array([1]), rig.extents([1]))
         rig.proceed()
         assert rig.outcome(ticket).ok.all()
 
