@@ -74,7 +74,6 @@ class HandQueue:
         broken: error of the queue itself.
         order: sorts the requests that end together.
         reads: all reads that were taken.
-        hurt: number of requests that did not move all bytes.
     """
 
     name = "drive"
@@ -82,7 +81,6 @@ class HandQueue:
     def __init__(self, depth: int) -> None:
         self.depth, self.event_fd = depth, make_event()
         self.reads: list[Request] = []
-        self.hurt = 0
         self.waiting: list[Request] = []
         self._ended: list[Reaped] = []
         self.order: Callable[[list[Request]], list[Request]] = lambda requests: requests
@@ -139,7 +137,6 @@ class HandQueue:
     def _move(self, request: Request, result: int) -> int:
         if request.op is Op.SYNC:
             return min(0, result)
-        self.hurt += result != size_of(request)
         buffers = [(ctypes.c_char * size).from_address(at) for at, size in request.pieces]
         if request.op is Op.READ:
             found = os.preadv(request.fd, buffers, request.offset)

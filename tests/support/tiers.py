@@ -306,7 +306,7 @@ class Opened(Desk):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         if self._abandoned:
             return
         if self._drive is not None:
@@ -333,9 +333,13 @@ class Opened(Desk):
         self.events += self.tier.poll()
         self.tier.check()
         assert self.tier.figures().queued_reads == 0
-        for place in self.tier.settings.places:
-            if (size := self.tier.allocated_bytes().get(str(place.path))) is not None:
-                assert size <= place.capacity_bytes, "over its capacity"
+        self.check_capacity()
+
+    def check_capacity(self) -> None:
+        """Check that no directory is over its capacity."""
+        most = {str(place.path): place.capacity_bytes for place in self.tier.settings.places}
+        for path, size in self.tier.allocated_bytes().items():
+            assert size <= most[path], "over its capacity"
 
     def _check_reads(self) -> None:
         for each in self.reads:

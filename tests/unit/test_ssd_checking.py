@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from support.drive import Drive
 from support.tiers import a_directory
 
+from kvhearth_server.tiers.base import Failure
 from kvhearth_server.tiers.ssd.directory import TenantLog
-from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, Job
+from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, IoExecutor, Job
 from kvhearth_server.tiers.ssd.disk.queues import Op, make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec
 
@@ -67,6 +69,16 @@ def test_reads_are_verified_before_writes_that_wait() -> None:
     assert checksum_pool.stop(_WAIT_S)
     assert order.index(read) < 4  # the first of the waiting jobs; two were under way
     assert len(order) == 17
+
+
+def test_a_job_that_comes_while_the_thread_ends_is_handed_back() -> None:
+    drive, event = Drive(), make_event()
+    executor = IoExecutor(drive.queue, event, sum_threads=0, start=drive.start)
+    assert executor.stop(0.0)
+    executor.submit([_job(Op.READ, [b"x"], set())])
+    assert [each.reason for each in executor.take(9)] == [Failure.IO]
+    executor.close()
+    os.close(event)
 
 
 def test_an_event_is_readable_until_it_is_reset_and_a_bad_one_is_told() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from support.drive import Drive, is_below, size_of
 from support.tiers import SEGMENT_BYTES, Opened, family, segment_files
 
 from kvhearth_server.tiers.base import (
-    Corrupt,
     Counts,
     DirectoryError,
     Done,
@@ -27,7 +25,7 @@ from kvhearth_server.tiers.base import (
 )
 from kvhearth_server.tiers.ssd.directory import DirectoryHealth
 from kvhearth_server.tiers.ssd.disk.executor import Job
-from kvhearth_server.tiers.ssd.disk.queues import Op, Request
+from kvhearth_server.tiers.ssd.disk.queues import Op
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.tiers.ssd.tier import Watch
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
@@ -85,22 +83,6 @@ def test_reads_that_fail(desk: Opened) -> None:
         desk.store_all(range(4))
         assert desk.loaded(range(8)) == list(range(8))
         assert desk.reasons == ""
-
-
-def test_some_errors_among_many_leave_no_wrong_byte_and_no_leak(desk: Opened) -> None:
-    chance = random.Random(0)
-
-    def fate(each: Request) -> int:
-        fails = chance.random() < 0.2
-        return chance.choice([-errno.EIO, size_of(each) // 2]) if fails else size_of(each)
-
-    for turn in range(12):
-        desk.drive.clock.now += 60.0  # the pause after a failed write is over
-        desk.drive.queue.fate = fate if turn % 3 else size_of
-        desk.store(range(100 + 8 * turn, 108 + 8 * turn))
-        done = desk.load(range(100, 108 + 8 * turn))
-        assert not len(done.rows(Corrupt))
-    assert desk.drive.queue.hurt > 5
 
 
 # -- drives that hang ------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.tiers import LENGTH, Opened, family, key_of, keys_of, spoil
+from support.drive import size_of
+from support.tiers import LENGTH, NAMESPACE, Opened, family, key_of, keys_of, spoil
 
 from kvhearth_server.tiers.base import Completion
 from kvhearth_server.tiers.ssd import reclaimer as reclaim
-from kvhearth_server.tiers.ssd.disk.queues import Op
+from kvhearth_server.tiers.ssd.disk.queues import Op, Request
 
 FEW = 3
 
@@ -22,9 +23,11 @@ def desk(tmp_path: Path) -> Iterator[Opened]:
         yield desk
 
 
-def store_until(desk: Opened, true: Callable[[], object], *, use: bool = False) -> int:
-    """Store new blocks, and load them if asked, until ``true()``. Return their number."""
-    number = 0
+def store_until(
+    desk: Opened, true: Callable[[], object], *, use: bool = False, first: int = 0
+) -> int:
+    """Store new blocks, and load them if asked, until ``true()``. Return the next one's number."""
+    number = first
     while not true():
         assert number < 2000, "nothing is evicted"
         desk.store_all(range(number, number + 12))
@@ -46,9 +49,7 @@ def test_a_hot_block_that_cannot_be_carried_is_told_with_its_cause(
         elif cause == "io":
             desk.drive.queue.fail(Op.READ, errno.EIO)
         else:
-            desk.drive.queue.fate = lambda each: (
-                4096 if each.op is Op.READ else sum(size for _, size in each.pieces)
-            )
+            desk.drive.queue.fate = lambda each: 4096 if each.op is Op.READ else size_of(each)
         reported: list[tuple[bytes, str]] = []
 
         def is_gone() -> bool:
@@ -120,6 +121,24 @@ def test_a_tier_that_drains_evicts_nothing(desk: Opened) -> None:
     desk.drain()
     desk.tier.poll()
     assert desk.tier.blocks >= there, "the next run finds them"
+
+
+def test_a_block_that_is_forgotten_while_it_is_carried_does_not_come_back(tmp_path: Path) -> None:
+    with Opened(tmp_path / "one", segments=6) as desk:
+        desk.store_all([3, 4])
+        assert desk.loaded([3, 4]) == [3, 4]
+
+        slots, end = desk.arena.bytes.ctypes.data, desk.arena.bytes.nbytes
+
+        def forget(each: Request) -> int:
+            ours = any(0 <= address - slots < end for address, _ in each.pieces)
+            if each.op is Op.WRITE and len(each.pieces) > 1 and not ours:
+                desk.tier.forget(NAMESPACE, 0, [key_of(3)])
+            return size_of(each)
+
+        desk.drive.queue.fate = forget
+        store_until(desk, lambda: desk.counts["carried_blocks"], first=100)
+        assert desk.present([3, 4]) == [4]
 
 
 def test_blocks_that_nobody_used_are_not_offered_to_shared_tiers(desk: Opened) -> None:

@@ -344,3 +344,17 @@ def test_nothing_is_stored_early_where_a_first_page_is_lost(log: Path) -> None:
         assert desk.loaded(range(21)) == list(range(21))
     with Opened(log) as desk:
         assert desk.loaded(range(21)) == list(range(21))
+
+
+def test_few_segments_are_read_ahead_of_the_loop(tmp_path: Path) -> None:
+    with Opened(tmp_path / "one", segments=12) as desk:
+        desk.store_all(range(150))
+    drive, read = Drive(), set[Path]()
+    drive.files.reads = lambda path, offset: read.add(path) if offset else None
+    with Opened(tmp_path / "one", segments=12, drive=drive, settle=False) as desk:
+        while drive.step():
+            pass
+        assert len(read) <= 4
+        desk.settle()
+        assert len(read) >= 10
+        assert desk.loaded(range(120)) == list(range(120))
