@@ -80,7 +80,7 @@ def test_a_key_that_is_named_twice_is_called_off_once(tier_rig: MakeRig) -> None
 def test_many_who_ask_for_the_same_load_it_once(tier_rig: MakeRig) -> None:
     rig, session = writeback_rig(tier_rig, 300, slabs=80)
     rig.tier.held = True
-    for lease_id in range(1, 20):
+    for lease_id in range(1, 6):
         rig.want(session, keys(*range(300)), lease_id=lease_id)
         rig.turn()
     rig.tier.held = False
@@ -167,9 +167,10 @@ def test_what_waits_is_cancelled_with_its_request(tier_rig: MakeRig) -> None:
 def test_requesters_of_a_promotion_are_bounded(tier_rig: MakeRig) -> None:
     rig, session = writeback_rig(tier_rig, 2)
     rig.tier.held = True
+    wanted = rig.lookup(session, keys(0, 1)).promotion_queue
     for lease_id in range(1, 2 * REQUESTERS_MAX):
-        rig.want(session, keys(0, 1), lease_id=lease_id)
-        rig.turn()
+        rig.tiering.promote(wanted, rig.group(session).number, lease_id)
+    rig.turn()
     promotions = rig.core.promotions
     assert len(promotions._by_requester) <= REQUESTERS_MAX + 1
     rig.tiering.promoter.cancel(rig.group(session).number, range(1, 2 * REQUESTERS_MAX))

@@ -95,11 +95,11 @@ def test_publishing_does_not_hold_eviction_back(tier_rig: MakeRig) -> None:
     rig = tier_rig(slabs=2, local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
     mover.held = True
-    for number in range(200):
+    for number in range(80):
         rig.put(session, [key(number)])
         rig.turn()
     assert sum(len(each.keys) for each in mover.using_slots()) <= 3
-    assert len(put_keys(mover)) < 200
+    assert len(put_keys(mover)) < 80
     mover.held = False
     rest(rig)
 

@@ -21,9 +21,10 @@ TURN_SLOTS = 256
 def gets_room(rig: TierRig, session: int, seconds: float) -> bool:
     """Whether a full memory accepts a block within ``seconds``."""
     end = rig.now + seconds
+    rig.check()
     while rig.now < end:
         rig.now += 0.25
-        rig.turn()
+        rig.tiering.turn()  # unchecked: nothing but time changes
         try:
             rig.put(session, [key(1000)])
         except KVHearthError as error:
