@@ -26,7 +26,7 @@ from kvhearth_server.tiers.ssd.settings import (
     segment_cost_bytes,
     segments_max,
 )
-from kvhearth_server.tiers.ssd.write_limits import DAY_S, SeenTwice, WriteBudget
+from kvhearth_server.tiers.ssd.write_limits import SeenTwice, WriteBudget
 
 GIB = 1 << 30
 
@@ -118,18 +118,6 @@ def test_seen_twice_lets_in_at_the_second_offer() -> None:
     # Bounded: blocks offered long ago are forgotten.
     rule.admit(NAMESPACE, 0, keys_of(range(100, 120)))
     assert rule.admit(NAMESPACE, 0, keys[3:]).tolist() == [False]
-
-
-def test_the_budget_is_kept_over_a_day() -> None:
-    budget, now, written = WriteBudget(24_000, Counts(), 0.0), 0.0, 0
-    while now < DAY_S:
-        if budget.take(300, 1, now):
-            written += 300
-        else:
-            assert budget.wait_s(now) > 0
-        now += 60.0
-    assert 23_000 <= written <= 24_000 + 400
-    assert WriteBudget(0, Counts(), 0.0).take(1 << 60, 7, 0.0) == 7
 
 
 def test_what_cannot_be_refused_is_paid_by_what_can() -> None:

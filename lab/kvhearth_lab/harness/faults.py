@@ -76,15 +76,12 @@ class Faults:
         rate: share of the requests that ``errors`` and ``short`` hit.
         short: ops whose results are half of their proper size.
         held: ops whose results are held back until they are no longer named here.
-        fds: only requests for these descriptors are hit; empty for all.
     """
 
     errors: dict[Op, int] = field(default_factory=dict)
     rate: float = 1.0
     short: frozenset[Op] = frozenset()
     held: frozenset[Op] = frozenset()
-    fds: frozenset[int] = frozenset()
-    seed: int = 0
 
 
 class FaultyQueue:
@@ -93,9 +90,8 @@ class FaultyQueue:
     def __init__(self, inner: DiskQueue, faults: Faults) -> None:
         self.name, self.depth, self.event_fd = inner.name, inner.depth, inner.event_fd
         self.faults = faults
-        self.injected = 0
         self._inner = inner
-        self._random = random.Random(faults.seed)
+        self._random = random.Random(0)
         self._requests: dict[int, Request] = {}
         self._ready: list[Reaped] = []
         self._kept: list[Reaped] = []
@@ -110,7 +106,7 @@ class FaultyQueue:
             if self.in_flight >= self.depth:
                 break
             error = self.faults.errors.get(request.op, 0)
-            if error and self._hits(request):
+            if error and self._hits():
                 self._ready.append(Reaped(request.tag, -error))
                 signal_event(self.event_fd)
             elif not self._inner.submit([request]):
@@ -125,11 +121,11 @@ class FaultyQueue:
         done = []
         for each in found:
             request = self._requests[each.tag]
-            if request.op in self.faults.held and self._is_meant(request):
+            if request.op in self.faults.held:
                 self._kept.append(each)
                 continue
             del self._requests[each.tag]
-            short = each.result > 0 and request.op in self.faults.short and self._hits(request)
+            short = each.result > 0 and request.op in self.faults.short and self._hits()
             done.append(Reaped(each.tag, each.result // 2) if short else each)
         return done
 
@@ -140,13 +136,8 @@ class FaultyQueue:
     def close(self) -> None:
         self._inner.close()
 
-    def _is_meant(self, request: Request) -> bool:
-        return not self.faults.fds or request.fd in self.faults.fds
-
-    def _hits(self, request: Request) -> bool:
-        hit = self._is_meant(request) and self._random.random() < self.faults.rate
-        self.injected += hit
-        return hit
+    def _hits(self) -> bool:
+        return self._random.random() < self.faults.rate
 
 
 _EVERY_S = 0.01
