@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-import pytest
 from support.cached import PAGE_BYTES, CachedEngine, cached_engine, computed
 from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, ask, scraped
@@ -16,16 +16,6 @@ from support.ssd_kit import SSD
 from kvhearth_server.cli.app import run
 
 ALL = {"remote_write": "all"}
-
-
-@contextlib.contextmanager
-def sharer(folder: Path, **settings: object) -> Iterator[Daemon]:
-    """A daemon without durable memory that shares a scripted remote."""
-    with stopped_daemon(arena=False, **{**ALL, **settings}) as daemon:
-        daemon.remote = folder
-        daemon.start()
-        yield daemon
-        daemon.wait_quiet()
 
 
 def published(daemon: Daemon, blocks: int) -> None:
@@ -38,26 +28,15 @@ def loaded(engine: CachedEngine, keys: list[bytes]) -> int:
     return int(engine.load(keys, wait_s=5.0).loaded.sum())
 
 
-@pytest.mark.parametrize("ssd", [False, True])
-def test_an_empty_daemon_loads_what_an_earlier_one_published(tmp_path: Path, ssd: bool) -> None:
-    keys = new_keys(40)
-    more = {**SSD, "ssd_dirs": [f"{tmp_path}/ssd=32MiB"]} if ssd else {}
-    (remote := tmp_path / "remote").mkdir()
-    with sharer(remote, **more) as daemon, cached_engine(daemon.url()) as engine:
-        engine.store(keys)
-        published(daemon, len(keys))
-    with sharer(remote) as daemon, cached_engine(daemon.url()) as engine:
-        assert loaded(engine, keys) == len(keys)
-        assert loaded(engine, new_keys(3)) == 0
-
-
 @contextlib.contextmanager
-def pair(folder: Path, **settings: object) -> Iterator[tuple[Daemon, Daemon]]:
-    """Two running daemons that share a directory as their remote."""
+def pair(
+    folder: Path, first: Mapping[str, object] = MappingProxyType({}), **settings: object
+) -> Iterator[tuple[Daemon, Daemon]]:
+    """Two running daemons that share a directory as their remote; ``first`` is for one of them."""
     folder.mkdir(exist_ok=True)
     shared = {"remote": f"file://{folder}", "remote_staging": "8MiB", **ALL, **settings}
     with (
-        stopped_daemon(arena=False, **shared) as one,
+        stopped_daemon(arena=False, **shared, **first) as one,
         stopped_daemon(arena=False, **shared) as other,
     ):
         for daemon in (one, other):
@@ -74,8 +53,10 @@ def comes(daemon: Daemon, keys: list[bytes]) -> None:
 
 
 def test_one_daemon_loads_what_another_one_published(tmp_path: Path) -> None:
+    """One has an SSD tier between."""
     keys = new_keys(40)
-    with pair(tmp_path / "shared") as (one, other):
+    first = {**SSD, "ssd_dirs": [f"{tmp_path}/ssd=32MiB"]}
+    with pair(tmp_path / "shared", first) as (one, other):
         with cached_engine(one.url()) as engine:
             engine.store(keys)
             published(one, len(keys))

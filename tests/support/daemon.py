@@ -85,9 +85,6 @@ class Daemon(harness.Daemon):
     ) -> None:
         usual = harness.tied() if command else self._fork
         super().__init__(folder, arena_dir, {**SMALL, **settings}, starter or usual)
-        """Size of a tier of memory behind the others, for a daemon that is forked."""
-        self.remote: Path | None = None
-        """Folder of a scripted remote behind the SSD, for a daemon that is forked."""
         self.fresh_s = 0.0
         """Age up to which renderings are shared, for a daemon that is forked."""
 
@@ -97,7 +94,6 @@ class Daemon(harness.Daemon):
             [log.fileno()],
             arguments=flags,
             environment={**_NATIVE, **environment},
-            remote=str(self.remote or ""),
             fresh_s=self.fresh_s,
         )
 

@@ -1,21 +1,16 @@
-"""A mover without a helper process, whose remote is a dictionary or a folder."""
+"""A mover without a helper process, whose remote is a dictionary."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from kvhearth.model import CHECKSUM_BYTES, U8
-from kvhearth_server.config.load import Settings
-from kvhearth_server.tier_startup import OpenRemote, remote_limits
 from kvhearth_server.tiers.base import (
     BlockSpec,
     Corrupt,
@@ -35,7 +30,6 @@ from kvhearth_server.tiers.remote.mover import (
     Put,
 )
 from kvhearth_server.tiers.remote.process import Staging
-from kvhearth_server.tiers.remote.tier import RemoteTier
 
 
 @dataclass
@@ -49,22 +43,11 @@ class Value:
     parent: bytes
 
 
-def scripted_remote(folder: str) -> OpenRemote:
-    """Return what opens a remote whose values are files in a folder."""
-
-    def opened(settings: Settings, regions: Sequence[U8]) -> RemoteTier:
-        mover, limits = ScriptedMover(regions, Path(folder)), remote_limits(settings)
-        return RemoteTier(mover, regions, f"scripted://{folder}", b"k" * 32, limits)
-
-    return opened
-
-
 class ScriptedMover:
     """Does each request at the next ``poll``.
 
     Args:
         regions: the bytes of each arena segment.
-        folder: keeps the values in files, which other movers find; by default in memory.
 
     Attributes:
         due_at: see ``process.Mover``.
@@ -74,7 +57,7 @@ class ScriptedMover:
         requests: all requests so far.
     """
 
-    def __init__(self, regions: Sequence[U8], folder: Path | None = None) -> None:
+    def __init__(self, regions: Sequence[U8]) -> None:
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.due_at = math.inf
         self.held = False
@@ -85,7 +68,7 @@ class ScriptedMover:
         self.values: dict[tuple[str, bytes], Value] = {}
         self.restarts, self.alone = 0, True
         self.counts, self.staging = Counts(), Staging(1 << 20)
-        self._regions, self._folder = list(regions), folder
+        self._regions = list(regions)
         self._waiting: list[tuple[int, Exists]] = []
         self._cancelled: set[int] = set()
         self._next = 1
@@ -152,7 +135,7 @@ class ScriptedMover:
                 self.drop(request.space, key)
                 outcomes.append(Done())
             else:
-                there = self._find(request.space, key) is not None
+                there = (request.space, key) in self.values
                 outcomes.append(Done() if there else Missing())
         if isinstance(request, Get) and not isinstance(request, Put):
             return Answer(ticket, outcomes, checksums=sums, parents=parents)
@@ -168,7 +151,7 @@ class ScriptedMover:
             parts.append(data)
         sums, parent = request.checksums[row].tobytes(), request.parents[row]
         value = Value(length, request.family.shards, b"".join(parts), sums, parent)
-        self.keep(request.space, request.keys[row], value)
+        self.values[request.space, request.keys[row]] = value
         return Done()
 
     def _get(self, request: Get, row: int, found: Value) -> Outcome:
@@ -183,38 +166,10 @@ class ScriptedMover:
 
     def value(self, space: str, key: bytes, family: BlockSpec) -> Value | None:
         """Return a value of this shape."""
-        found = self._find(space, key)
+        found = self.values.get((space, key))
         whole = found is not None and (found.length, found.shards) == (family.length, family.shards)
         return found if whole else None
 
-    def keep(self, space: str, key: bytes, value: Value) -> None:
-        """Store a value as it is."""
-        if self._folder is None:
-            self.values[space, key] = value
-            return
-        head = [value.length, value.shards, value.sums.hex(), value.parent.hex()]
-        path = self._path(space, key)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(json.dumps(head).encode() + b"\n" + value.content)
-        fresh.rename(path)
-
     def drop(self, space: str, key: bytes) -> None:
         """Remove a value if it is there."""
-        if self._folder is None:
-            self.values.pop((space, key), None)
-        else:
-            self._path(space, key).unlink(missing_ok=True)
-
-    def _find(self, space: str, key: bytes) -> Value | None:
-        if self._folder is None:
-            return self.values.get((space, key))
-        try:
-            head, _, content = self._path(space, key).read_bytes().partition(b"\n")
-        except FileNotFoundError:
-            return None
-        length, shards, sums, parent = json.loads(head)
-        return Value(length, shards, content, bytes.fromhex(sums), bytes.fromhex(parent))
-
-    def _path(self, space: str, key: bytes) -> Path:
-        assert self._folder is not None
-        return self._folder / hashlib.sha256(space.encode() + key).hexdigest()
+        self.values.pop((space, key), None)

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import traceback
-from functools import partial
 
 MESSAGE_BYTES_MAX = 1 << 16
 FILES_MAX = 8
@@ -85,31 +84,23 @@ def serve_daemon(
     log: int,
     arguments: list[str],
     environment: dict[str, str],
-    remote: str,
     fresh_s: float,
 ) -> int:
     """Run ``kvhearth serve`` as the command line does.
 
     Args:
-        remote: folder of a scripted remote; "" for none.
         fresh_s: age up to which renderings are shared.
     """
     from kvhearth import failpoints as faults
     from kvhearth_server.cli.app import run
     from kvhearth_server.observability import exposition
 
-    opener = None
-    if remote:
-        from kvhearth_server.tier_startup import open_tiers
-        from support.mover_double import scripted_remote
-
-        opener = partial(open_tiers, remote=scripted_remote(remote))
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
     exposition.FRESH_S = fresh_s
     faults.arm(os.environ.get(faults.ENVIRONMENT_NAME))
-    return run(["serve", *arguments], opener)
+    return run(["serve", *arguments])
 
 
 if __name__ == "__main__":
