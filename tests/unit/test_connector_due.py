@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhearth.connectors.core.engine import Step
-from kvhearth.connectors.core.load_tracker import RequestState
-from kvhearth.connectors.core.requests import DueRequests
+from kvhearth.connectors.core.requests import DECODE_STEPS, DueRequests
 
 BLOCK = 8
 
@@ -32,6 +31,11 @@ class FakeState:
     due_step: int = 0
     tokens: int = 0
     stored: int = 0
+
+
+def due_requests(every: int) -> Any:
+    """The search, for requests of the test's own kind."""
+    return DueRequests(every)
 
 
 def state(name: str) -> FakeState:
@@ -55,18 +59,18 @@ def test_every_full_block_is_found_in_its_step(
     steps: list[tuple[dict[str, int], bool]], all_ones: bool
 ) -> None:
     """Blocks are stored in the step that fills them, or in the first one with room after it."""
-    due, states = DueRequests(1), {name: state(name) for name in NAMES}
+    due, states = due_requests(1), {name: state(name) for name in NAMES}
     for one in states.values():
-        due.watch(cast(RequestState, one))
+        due.watch(one)
     for scheduled, room in steps:
         tokens = {name: 1 if all_ones else count for name, count in scheduled.items()}
         step = Step(sum(tokens.values()), tokens)
-        found = due.take(step, lambda name: cast(RequestState, states[name]), room.__bool__)
-        for one in cast(list[FakeState], found):
+        found = due.take(step, lambda name: states[name], room.__bool__)
+        for one in found:
             ahead = one.tokens + tokens[one.request.request_id]
             if room:
                 one.stored = ahead // BLOCK
-            due.put(cast(RequestState, one), (one.stored + 1) * BLOCK - ahead)
+            due.put(one, (one.stored + 1) * BLOCK - ahead)
         for name, count in tokens.items():
             states[name].tokens += count
             if room:
@@ -74,18 +78,18 @@ def test_every_full_block_is_found_in_its_step(
 
 
 def test_a_decode_step_examines_only_requests_that_fill_a_block() -> None:
-    due, states = DueRequests(1), {str(number): state(str(number)) for number in range(4 * BLOCK)}
+    due, states = due_requests(1), {str(number): state(str(number)) for number in range(4 * BLOCK)}
     for number, one in enumerate(states.values()):
         one.tokens = number
-        due.watch(cast(RequestState, one))
+        due.watch(one)
     examined = []
     for _ in range(2 * BLOCK):
         scheduled = dict.fromkeys(states, 1)
         found = due.take(Step(len(scheduled), scheduled), lambda _: None, lambda: True)
         examined.append(len(found))
-        for one in cast(list[FakeState], found):
+        for one in found:
             lacking = BLOCK - (one.tokens + 1) % BLOCK
-            due.put(cast(RequestState, one), lacking)
+            due.put(one, lacking)
         for one in states.values():
             one.tokens += 1
     assert examined[0] == len(states)
@@ -94,19 +98,19 @@ def test_a_decode_step_examines_only_requests_that_fill_a_block() -> None:
 
 @pytest.mark.parametrize("every", [1, 3, 8])
 def test_requests_share_a_step_soon_after_their_own(every: int) -> None:
-    due, states = DueRequests(every), [state(str(number)) for number in range(8)]
+    due, states = due_requests(every), [state(str(number)) for number in range(8)]
     scheduled = {one.request.request_id: 1 for one in states}
     for one in states:
-        due.watch(cast(RequestState, one))
+        due.watch(one)
     step = Step(len(scheduled), scheduled)
     due.take(step, lambda _: None, lambda: True)
     for number, one in enumerate(states):
-        due.put(cast(RequestState, one), 2 + number)
+        due.put(one, 2 + number)
     found_at = {}
     for number in range(2, 2 + 8 + every):
-        for one in cast(list[FakeState], due.take(step, lambda _: None, lambda: True)):
+        for one in due.take(step, lambda _: None, lambda: True):
             found_at.setdefault(one.request.request_id, number)
-            due.put(cast(RequestState, one), 99)
+            due.put(one, 99)
     for number in range(8):
         own = 1 + 2 + number
         assert own <= found_at[str(number)] < own + every
@@ -114,20 +118,20 @@ def test_requests_share_a_step_soon_after_their_own(every: int) -> None:
 
 
 def test_a_request_that_is_gone_or_never_due_is_not_examined() -> None:
-    due, gone, never = DueRequests(1), state("gone"), state("never")
+    due, gone, never = due_requests(1), state("gone"), state("never")
     for one in (gone, never):
-        due.watch(cast(RequestState, one))
+        due.watch(one)
     step = Step(2, {"gone": 1, "never": 1})
     assert len(due.take(step, lambda _: None, lambda: True)) == 2
-    due.forget(cast(RequestState, gone))
-    due.put(cast(RequestState, never), None)
+    due.forget(gone)
+    due.put(never, None)
     for _ in range(3):
         assert due.take(step, lambda _: None, lambda: True) == []
 
 
 def test_a_request_that_waits_for_its_load_is_examined_after_it() -> None:
-    due, one = DueRequests(), state("one")
-    due.watch(cast(RequestState, one))
+    due, one = due_requests(DECODE_STEPS), state("one")
+    due.watch(one)
     one.loading = True
     assert due.take(Step(1, {"one": 1}), lambda _: None, lambda: True) == []
     assert due.take(Step(0, {}), lambda _: None, lambda: True) == []
