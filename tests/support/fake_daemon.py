@@ -178,15 +178,6 @@ class FakeDaemon:
 
         self.answer(rpc, fail)
 
-    def hold_next(self, rpc: str, released: threading.Event) -> None:
-        """Delay the answer to the next ``rpc`` until ``released`` is set."""
-
-        def held(_: Any) -> Any:
-            released.wait(HELD_S)
-            return None
-
-        self.answer(rpc, held)
-
     def _session(self, line: socket.socket) -> None:
         decoder = FrameDecoder()
         welcomed = False
