@@ -115,15 +115,6 @@ def test_not_ready_while_a_door_is_shut(daemon: Daemon) -> None:
     assert restarts(daemon, "calls") == before + 1
 
 
-def test_the_operators_socket_is_made_again(daemon: Daemon) -> None:
-    before, path = daemon.stats(), daemon.socket_dir / "admin.sock"
-    path.unlink()
-    until(path.is_socket, "it is there again")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert daemon.stats().boot_id == before.boot_id
-    assert restarts(daemon, "admin") == 1
-
-
 def test_grpc_can_be_closed() -> None:
     with running_daemon(arena=False, grpc="off", http=ANY_PORT) as daemon:
         assert not (daemon.socket_dir / "grpc.sock").exists()

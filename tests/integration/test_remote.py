@@ -176,20 +176,6 @@ def test_bytes_that_the_network_garbles_are_never_served(
     until(lambda: engine.load(keys).usable_blocks == 16, "loads again")
 
 
-def test_a_killed_gateway_is_replaced(served: tuple[Daemon, GatewayProcess]) -> None:
-    daemon, process = served
-    keys = keys_of(16)
-    with cached_engine(url_of(process.port)) as engine:
-        assert engine.store(keys).stored == 16
-        session = engine.client.session_id
-        os.kill(process.child, signal.SIGKILL)
-        until(lambda: engine.client.session_id not in ("", session), "attached again")
-        assert engine.client.wait_ready(DONE_S)
-        assert engine.load(keys).usable_blocks == 16
-        assert engine.store(keys_of(4)).stored == 4
-    daemon.wait_quiet()
-
-
 def test_without_a_gateway_all_is_a_miss_until_the_next_one(
     served: tuple[Daemon, GatewayProcess],
 ) -> None:

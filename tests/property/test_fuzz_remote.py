@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz import changed, fuzz
+from support.fuzz import Liar, changed, fuzz
 
 from kvhearth.copiers.remote import RemoteCopier
 from kvhearth.errors import KVHearthError, Reason
@@ -34,47 +33,12 @@ WELCOME = Welcome("b", 1, "t", 1, "n", 1, 8, 9, 1 << 20, 9, [SegmentInfo(0, 1 <<
 GUARD = 0xA5
 
 
-class Liar:
-    """A gateway that answers each connection with scripted bytes, then closes it.
-
-    Attributes:
-        port: its port.
-        says: the bytes.
-    """
-
-    def __init__(self) -> None:
-        self.says = b""
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, name="liar")
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
-        self._listener.close()
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                line, _ = self._listener.accept()
-            except OSError:
-                return
-            with line, contextlib.suppress(OSError):
-                line.recv(1 << 16)
-                line.sendall(self.says)
-                line.shutdown(socket.SHUT_WR)
-                line.settimeout(0.2)
-                while line.recv(1 << 16):
-                    pass
-
-
 @pytest.fixture(scope="module")
-def liar() -> Iterator[Liar]:
-    with contextlib.closing(Liar()) as found:
-        yield found
+def door() -> Iterator[tuple[Liar, int]]:
+    """A liar, and its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with contextlib.closing(Liar(listener)) as liar:
+        yield liar, listener.getsockname()[1]
 
 
 def reported(decode: Callable[[], object]) -> object:
@@ -84,7 +48,8 @@ def reported(decode: Callable[[], object]) -> object:
     return None
 
 
-def test_any_answer_to_an_attach(liar: Liar) -> None:
+def test_any_answer_to_an_attach(door: tuple[Liar, int]) -> None:
+    liar, port = door
     terms = GatewayTerms(1 << 20, 4, 8, 5.0, 5.0).to_message()
     refusal = {"kind": "refused", "reason": "draining", "message": "m", "details": {"self": "x"}}
 
@@ -93,8 +58,8 @@ def test_any_answer_to_an_attach(liar: Liar) -> None:
     def say(first: object, second: object, rest: bytes) -> None:
         with contextlib.suppress(KVHearthError, TypeError, ValueError):
             frames = [encode_frame(each) for each in (first, second) if isinstance(each, dict)]
-            liar.says = b"".join(frames) + rest
-        url = RemoteUrl("127.0.0.1", liar.port, attach_ms=2000)
+            liar.says = [b"".join(frames) + rest]
+        url = RemoteUrl("127.0.0.1", port, attach_ms=2000)
         session = reported(lambda: attach(url, Hello(1, "e", "{}")))
         if session is not None:
             session.close()  # type: ignore[attr-defined]
@@ -127,13 +92,15 @@ refusals = st.sampled_from(list(Reason)).map(
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_any_answer_on_a_data_connection(liar: Liar, direct: bool) -> None:
+def test_any_answer_on_a_data_connection(door: tuple[Liar, int], direct: bool) -> None:
+    liar, port = door
+
     @fuzz(150)
     @given(st.lists(frames | refusals | st.binary(max_size=50), max_size=4), st.booleans())
     def say(parts: list[bytes], store: bool) -> None:
-        liar.says = b"".join(parts)
+        liar.says = [b"".join(parts)]
         lines = DataLines(
-            Dialer(RemoteUrl("127.0.0.1", liar.port)),
+            Dialer(RemoteUrl("127.0.0.1", port)),
             "token",
             1,
             window_bytes=1 << 20,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import dataclasses
 import json
@@ -10,7 +9,6 @@ import os
 import socket
 import struct
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.fuzz import changed, fuzz, pieces, values
+from support.fuzz import Liar, changed, fuzz, pieces, values
 
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.errors import ERROR_DOMAIN, KVHearthError, Reason
@@ -57,49 +55,14 @@ def reported(decode: Callable[[], Any]) -> Any:
 # -- the handshake ---------------------------------------------------------------------------------
 
 
-class Liar:
-    """A daemon's attach socket that answers each hello with scripted bytes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.says: list[bytes] = []
-        self.passes = 0
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(folder / ATTACH_SOCKET))
-        self._listener.listen(8)
-        self._thread = threading.Thread(target=self._run, name="liar")
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
-        self._listener.close()
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                line, _ = self._listener.accept()
-            except OSError:
-                return
-            with line, contextlib.suppress(OSError):
-                line.recv(1 << 16)
-                for part in self.says:
-                    self._say(line, part)
-
-    def _say(self, line: socket.socket, part: bytes) -> None:
-        with open(os.devnull, "rb") as file:
-            rights = array.array("i", [file.fileno()] * self.passes)
-            given = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if self.passes else []
-            sent = line.sendmsg([part], given) if part else 0
-        line.sendall(part[sent:])
-
-
 @pytest.fixture(scope="module")
 def place() -> Iterator[tuple[Liar, DaemonUrl]]:
     with tempfile.TemporaryDirectory(prefix="kvh-") as folder:
         url = parse_url(f"kvhearth+unix://{folder}?attach_ms=5000")
-        with contextlib.closing(Liar(Path(folder))) as liar:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(Path(folder) / ATTACH_SOCKET))
+        listener.listen(8)
+        with contextlib.closing(Liar(listener)) as liar:
             yield liar, url
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import threading
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -41,3 +44,48 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     """Return ``data`` cut at these places, which are taken modulo its length."""
     ends = sorted({cut % (len(data) + 1) for cut in cuts} | {len(data)})
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+class Liar:
+    """A peer that answers each connection with scripted bytes, then ends it.
+
+    Attributes:
+        says: the bytes, in the parts in which they are sent.
+        passes: number of descriptors that go with each part.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.says: list[bytes] = []
+        self.passes = 0
+        self._listener = listener
+        self._thread = threading.Thread(target=self._run, name="liar")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except OSError:
+                return
+            with line, contextlib.suppress(OSError):
+                line.recv(1 << 16)
+                for part in filter(None, self.says):
+                    self._say(line, part)
+                line.shutdown(socket.SHUT_WR)
+                line.settimeout(0.2)
+                while line.recv(1 << 16):
+                    pass
+
+    def _say(self, line: socket.socket, part: bytes) -> None:
+        sent = 0
+        if self.passes:
+            with open(os.devnull, "rb") as file:
+                sent = socket.send_fds(line, [part], [file.fileno()] * self.passes)
+        line.sendall(part[sent:])
