@@ -26,7 +26,7 @@ from kvhearth.wire import frames
 from kvhearth_server.config.rlimit import CALLS_PER_SESSION_MAX
 from kvhearth_server.transport.frames import KEPT_BYTES_MAX
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 """Time limit of openings and frames in ``hasty``."""
 MESSAGE_MAX = 1 << 20
 DAEMON = {"attach_timeout_s": 60, "message_bytes_max": MESSAGE_MAX}

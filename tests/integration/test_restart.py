@@ -1,4 +1,4 @@
-"""State that a restart keeps or drops, on real processes started by the command line."""
+"""State that a restart keeps or drops, on real processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ END_S = DRAIN_S + 25.0
 @pytest.mark.parametrize("arena", [True, False], ids=["arena directory", "anonymous"])
 def test_a_restart_is_warm_with_an_arena_directory_and_cold_without(arena: bool, end: str) -> None:
     with (
-        running_daemon(arena=arena, command=arena) as daemon,
+        running_daemon(arena=arena, command=arena and end == "kill -9") as daemon,
         engine_of(daemon.url(), CONTRACT) as engine,
     ):
         keys = new_keys(40)
