@@ -13,7 +13,6 @@ from kvhearth import Cache, LoadResult, PagedKV, Pages, StoreResult, Transfer, c
 from kvhearth.copiers.host import HostCopier
 from kvhearth.model import U8, Bools
 from kvhearth_lab.harness.engine import content, contract_of
-from support.threads import left_since, own_threads
 
 PAGE_BYTES = 64 * 1024
 BLOCK_TOKENS = 16
@@ -68,7 +67,6 @@ class CachedEngine:
     """
 
     def __init__(self, url: str, *, engine_id: str = "e", **options: Any) -> None:
-        self._others = own_threads()
         self.client = client = connect(url, CONTRACT, engine_id=engine_id)
         self.cache = Cache(
             client, **{"queue_blocks_max": 256, "batch_bytes": 16 * PAGE_BYTES, **options}
@@ -133,7 +131,6 @@ class CachedEngine:
         assert self.cache.close(DONE_S)
         assert all(future.done() for future in self._begun)
         assert self.wrong == []
-        assert left_since(self._others) == []
 
 
 @contextlib.contextmanager

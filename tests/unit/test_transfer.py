@@ -15,7 +15,6 @@ from support.attached import connected
 from support.cuda_fake import FakeDevice
 from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running
 from support.scripted_clock import HeldCall, ScriptedClock
-from support.threads import left_since, own_threads
 
 import kvhearth
 from kvhearth.cache import Cache, LoadResult, StoreResult
@@ -129,7 +128,6 @@ class Rig:
 
 @pytest.fixture
 def rig(clock: ScriptedClock, tmp_path: Path) -> Iterator[Rig]:
-    others = own_threads()
     with (
         running(tmp_path, CONTRACT) as daemon,
         connected(tmp_path, contract=CONTRACT, clock=clock) as client,
@@ -138,7 +136,6 @@ def rig(clock: ScriptedClock, tmp_path: Path) -> Iterator[Rig]:
         rig = Rig(daemon, client, clock)
         yield rig
         rig.close()
-    assert left_since(others) == []
 
 
 def pages() -> PagedKV:
