@@ -181,16 +181,6 @@ class TestOrder:
         assert bench.cuda.unfinished() == 0
         assert found == wanted
 
-    def test_loads_and_stores_at_once(self, bench: Bench) -> None:
-        wanted = bench.page(0), bench.page(8)
-        extents = bench.stored([0])
-        bench.cuda.held = True
-        tickets = [bench.load(extents, [5]), bench.store([8], [1])]
-        assert bench.stands(tickets[1])
-        bench.cuda.held = False
-        assert all(bench.outcome(ticket).ok.all() for ticket in tickets)
-        assert (bench.page(5), bench.slot(1)) == wanted
-
     @pytest.mark.parametrize("ends", list(CopyKind))
     def test_one_direction_ends_before_the_other(self, bench: Bench, ends: CopyKind) -> None:
         extents = bench.stored([0, 2, 4])

@@ -210,25 +210,15 @@ def test_a_forked_child_leaves_the_registration_alone(
 
 class TestRegistrations:
     def test_an_arena_of_two_users_is_registered_once(self, cuda: FakeCuda) -> None:
+        """Also if they are on two GPUs of the process."""
         arena, shared = FakeArena(4096), Registrations(lambda: cuda)
-        for user in ("a", "b"):
-            shared.acquire(arena, user, cuda.device, lambda: None)
+        for number, user in enumerate("ab"):
+            shared.acquire(arena, user, cuda.device + number, lambda: None)
         cuda.wait_for(lambda: cuda.registered)
-        assert shared.release(arena, "a", DEADLINE_S)
-        assert shared.release(arena, "a", DEADLINE_S)
-        assert len(cuda.registered) == 1
+        for _ in range(2):
+            assert shared.release(arena, "a", DEADLINE_S)
+            assert len(cuda.registered) == 1
         assert shared.release(arena, "b", DEADLINE_S)
-        assert cuda.registered == {}
-        assert len(cuda.calls) == 1
-
-    def test_two_gpus_of_a_process_share_a_registration(self, cuda: FakeCuda) -> None:
-        arena, shared = FakeArena(4096), Registrations(lambda: cuda)
-        for index in (cuda.device, cuda.device + 1):
-            shared.acquire(arena, index, index, lambda: None)
-        cuda.wait_for(lambda: cuda.registered)
-        assert shared.release(arena, cuda.device, DEADLINE_S)
-        assert cuda.registered
-        assert shared.release(arena, cuda.device + 1, DEADLINE_S)
         assert (cuda.registered, len(cuda.calls)) == ({}, 1)
 
     def test_each_process_registers_its_own_mapping(self) -> None:
