@@ -1,4 +1,4 @@
-"""The threads that verify data the drive has moved, and the number of segments kept ready."""
+"""The tier's threads, those that verify what the drive has moved, and the segments kept ready."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from support.tiers import a_directory
 
 from kvhearth_server.tiers.base import Failure
 from kvhearth_server.tiers.ssd.directory import TenantLog
+from kvhearth_server.tiers.ssd.disk import worker
 from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, IoExecutor, Job
 from kvhearth_server.tiers.ssd.disk.queues import Op, make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec
@@ -69,6 +70,32 @@ def test_reads_are_verified_before_writes_that_wait() -> None:
     assert checksum_pool.stop(_WAIT_S)
     assert order.index(read) < 4  # the first of the waiting jobs; two were under way
     assert len(order) == 17
+
+
+@pytest.mark.parametrize("has_event", [False, True])
+def test_a_worker_takes_a_turn_at_the_start_and_after_each_wake(
+    monkeypatch: pytest.MonkeyPatch, has_event: bool
+) -> None:
+    monkeypatch.setattr(worker, "_TICK_MS", 1 << 30)
+    event = make_event() if has_event else -1
+    taken, left = threading.Semaphore(0), [3]
+
+    def turn() -> bool:
+        if has_event:
+            reset_event(event)
+        left[0] -= 1
+        taken.release()
+        return left[0] > 0
+
+    made = worker.ThreadWorker("test", turn, event)
+    for turns_left in (2, 1, 0):
+        assert taken.acquire(timeout=_WAIT_S)
+        assert not turns_left or made.alive, "a turn for which there was no reason"
+        made.wake()
+    assert made.join(_WAIT_S)
+    assert not made.alive
+    if has_event:
+        os.close(event)
 
 
 def test_a_job_that_comes_while_the_thread_ends_is_handed_back() -> None:
