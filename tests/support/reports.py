@@ -18,6 +18,7 @@ def report(kind: type[Report], **values: Any) -> Report:
     empty = {
         each.name: None if type(None) in typing.get_args(hints[each.name]) else _empty(hints, each)
         for each in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if each.name not in values
     }
     return kind(**(empty | values))
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
+from support.reports import report
 
 import kvhearth_server
 from kvhearth.errors import Reason
@@ -51,63 +52,36 @@ SERVER = Path(kvhearth_server.__file__).resolve().parent
 
 def a_tier(**changes: Any) -> TierFigures:
     """A tier in which every counter has a distinct value."""
-    counts = {name: number for number, name in enumerate(sorted(TIER_COUNTS), 9000)}
-    directories = [
-        DirectoryFigures("/a", 700, 600, {"open": 1, "sealed": 4}, [], []),
-        DirectoryFigures("/b", 500, 0, {}, ["unusable"], ["/b is used by another daemon"]),
-    ]
     values: dict[str, Any] = {
         "interface": "libaio",
-        "interface_broken": "",
-        "directories": directories,
+        "directories": [
+            DirectoryFigures("/a", 700, 600, {"open": 1, "sealed": 4}, [], []),
+            DirectoryFigures("/b", 500, 0, {}, ["unusable"], ["/b is used by another daemon"]),
+        ],
         "tenants": [TenantFigures("t", 28, 29)],
-        "blocks": 31,
-        "live_bytes": 32,
         "recovering": True,
         "files_found": 33,
-        "files_recovered": 34,
-        "locked_files": 35,
-        "queued_reads": 36,
         "queued_writes": 37,
-        "running_requests": 38,
         "read_latency_s": 0.003,
-        "read_bytes_per_s": 2e9,
         "budget_left_bytes": 39,
-        "counters": counts,
+        "counters": {name: number for number, name in enumerate(sorted(TIER_COUNTS), 9000)},
         "demoting_blocks": 40,
-        "promoting_blocks": 41,
         "promotion_seconds": Histogram(SECONDS_BOUNDS),
         "io_seconds": {"read": Histogram(SECONDS_BOUNDS), "write": Histogram(SECONDS_BOUNDS)},
     }
-    return TierFigures(**(values | changes))
+    return report(TierFigures, **(values | changes))
 
 
 def a_remote() -> RemoteFigures:
-    """A remote whose figures have distinct values."""
-    numbers = dict(zip(REMOTE_NUMBERS, range(50, 90), strict=False))
-    return RemoteFigures(
-        name="s3://b",
-        problem="",
-        breaker_open=False,
-        mover_up=True,
-        counters={"stored_blocks": 90, "put_keys": 91, "breaker_openings": 92},
-        seconds={"put": 93.5},
-        **numbers,
+    """A remote that works."""
+    counters = {"stored_blocks": 90, "put_keys": 91, "breaker_openings": 92}
+    return report(
+        RemoteFigures, name="s3://b", mover_up=True, counters=counters, seconds={"put": 93.5}
     )
-
-
-REMOTE_NUMBERS = (
-    *("mover_restarts", "staging_bytes", "staging_free_bytes", "cache_entries"),
-    *("asking", "reading", "writing"),
-)
 
 
 def a_snapshot(**changes: Any) -> Snapshot:
     """A daemon in which every counter and label of the table has a distinct value."""
-    counts = {
-        name: dict.fromkeys(counter.words if counter.label else ("",), number)
-        for number, (name, counter) in enumerate(COUNTERS.items(), 1000)
-    }
     ages, timings = Histogram(AGE_BOUNDS), CallTimings()
     ages.observe(30.0, 3)
     timings.loop_lag.observe(0.004)
@@ -115,9 +89,6 @@ def a_snapshot(**changes: Any) -> Snapshot:
     timings.observe("Lookup", "UNAVAILABLE", 2.0)
     values: dict[str, Any] = {
         "version": "1.2",
-        "boot_id": "b",
-        "uptime_s": 3.5,
-        "draining": False,
         "doors_shut": 23,
         "segments": [SegmentNow("t", "2MiB", 2 << 20, 80, 90, 100, 1, 2, 3, 4, 5, 6, 7)],
         "busiest_namespaces": [
@@ -125,32 +96,21 @@ def a_snapshot(**changes: Any) -> Snapshot:
             NamespaceNow("other", 10, 11),
         ],
         "namespaces": 40,
-        "blocks": 12,
-        "leases": 13,
-        "oldest_lease_s": 14.5,
-        "pins": 15,
-        "sessions": 16,
-        "sessions_leaving": 17,
-        "groups": 18,
-        "adopt_s": 0.25,
         "ssd": a_tier(),
-        "publishing_blocks": 42,
-        "counters": {},
-        "recent": [],
-        "rates": {},
-        "counts": counts,
+        "counts": {
+            name: dict.fromkeys(counter.words if counter.label else ("",), number)
+            for number, (name, counter) in enumerate(COUNTERS.items(), 1000)
+        },
         "client_counters": Counter(
             {"store_bytes": 20, "fail_open_deadline": 21, "links_lost": 22, "store_copy_us": 2500}
         ),
         "timings": timings,
         "eviction_ages": ages,
         "engines": [EngineNow("e", "t", leases=48, heartbeat_age_s=4.5)],
-        "curves": [
-            Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], []),
-        ],
+        "curves": [Curve("t", "all", 47, 48, 0.5, 49, 50, [HitRatio(0.5, 24, 0.25)], [])],
         "remote": a_remote(),
     }
-    return Snapshot(**(values | changes))
+    return report(Snapshot, **(values | changes))
 
 
 def _words(pattern: str, folder: str = ".") -> set[str]:
