@@ -264,7 +264,8 @@ def make_rig(request: pytest.FixtureRequest) -> Any:
         return rigs[-1]
 
     yield make
-    rigs.pop().close()
+    for rig in rigs:
+        rig.close()
 
 
 MakeRig = Any
