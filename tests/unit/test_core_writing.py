@@ -78,6 +78,17 @@ def test_one_wrong_slot_refuses_the_whole_abort() -> None:
     assert states(rig, handed[0][0]) == {State.RESERVED}
 
 
+def test_a_reservation_that_was_aborted_is_not_made_any_more() -> None:
+    rig = Rig()
+    session = rig.attach()
+    rig.core.writing.abort(session, [], [1], in_doubt=False)  # it overtook its reservation
+    rig.reserve(session, 1, reservation_id=2)
+    rig.core.writing.abort(session, [], [2], in_doubt=True)
+    for number in (1, 2):
+        with refused(Reason.NOT_RESERVED):
+            rig.reserve(session, 1, reservation_id=number)
+
+
 def test_a_dead_rank_keeps_what_it_might_write_whatever_the_scheduler_says() -> None:
     rig = Rig()
     scheduler = rig.attach(TWO_RANKS)
