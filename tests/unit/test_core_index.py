@@ -159,9 +159,7 @@ def test_one_key_is_bound_once() -> None:
 @given(st.integers(0, 2**32), st.lists(st.sampled_from([1, 3, 20, 300]), max_size=60))
 @example(3, [300] * 12)
 def test_a_growth_is_spread_over_calls(seed: int, batches: list[int]) -> None:
-    """Lookups, removals and the check are right during a growth, and no call moves many entries:
-    each doubling in one piece took 0.5 s at a million keys.
-    """
+    """Lookups, removals and the check are right during a growth, and no call moves many entries."""
     chance, index = random.Random(seed), Index(SLOTS, seed)
     bound: dict[bytes, int] = {}
     free = iter(range(SLOTS))
@@ -181,6 +179,21 @@ def test_a_growth_is_spread_over_calls(seed: int, batches: list[int]) -> None:
         assert heads_of(index, list(bound)) == list(bound.values())
         index.check()
     assert index.moved > 0 or sum(batches) < 1000
+
+
+def test_no_call_stands_still_while_the_index_grows() -> None:
+    """Each doubling in one piece took 0.5 s at a million keys; a call moves some more keys than it
+    binds, however many there are.
+    """
+    batch, most = 128, 0
+    index, chance = Index(1 << 17, 3), np.random.default_rng(3)
+    for start in range(0, 70_000, batch):
+        keys, heads = PackedKeys(chance.bytes(32 * batch), 32), np.arange(start, start + batch)
+        before = index.moved
+        index.bind(1, 0, keys, heads)
+        most = max(most, index.moved - before)
+    assert 0 < most < 4 * batch
+    assert index.moved > 30_000
 
 
 def test_the_check_sees_what_is_wrong() -> None:
