@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.core_kit import Rig, contract, key, keys, no_deadline, refused, sums_of
+from support.core_kit import SLOT_BYTES, Rig, contract, key, keys, no_deadline, refused, sums_of
 from support.core_shell import Desk
 
 from kvhearth.errors import Reason
@@ -81,9 +81,9 @@ class World:
         assert self.desk.put(self.session, named).all()
         self.stored += count
 
-    def evict(self) -> Awaitable[Removed]:
-        """Evict the whole namespace."""
-        return evict(self.engine, self.space.digest, 0)
+    def evict(self, keep: int = 0) -> Awaitable[Removed]:
+        """Evict the namespace but for some of its blocks."""
+        return evict(self.engine, self.space.digest, keep * SLOT_BYTES)
 
     def bump(self) -> None:
         """Bump the epoch, for an operator."""
@@ -122,12 +122,19 @@ class World:
 def test_eviction_is_cut_into_portions() -> None:
     world = World()
     seen = [BLOCKS]
-    done, turns = meanwhile(world.evict, lambda _: seen.append(world.blocks))
-    assert (done.memory, world.blocks) == (BLOCKS, 0)
+    done, turns = meanwhile(lambda: world.evict(100), lambda _: seen.append(world.blocks))
+    assert (done.memory, world.blocks) == (BLOCKS - 100, 100)
     assert turns >= BLOCKS // EVICTED_MAX - 1
     assert max(before - after for before, after in itertools.pairwise(seen)) <= EVICTED_MAX
     world.desk.check()
+    assert meanwhile(world.evict)[0].memory == 100
     assert meanwhile(world.evict)[0] == Removed()  # at once
+
+
+def test_stores_that_arrive_meanwhile_do_not_keep_an_eviction_going() -> None:
+    world = World(300)
+    done, _ = meanwhile(world.evict, lambda turn: world.store(100) if turn < 10 else None)
+    assert done.memory == 300
 
 
 def test_blocks_with_wrong_bytes_are_removed_in_portions() -> None:
