@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.drive import Drive
+from support.fake_tier import FakeTier
 from support.mover_double import ScriptedMover
-from support.tier_rig import FakeTier
 from support.tiers import (
     LENGTH,
     NAMESPACE,

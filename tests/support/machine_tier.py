@@ -18,7 +18,8 @@ from kvhearth.model import I64, U32
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.tiers.base import Failed, Outcome, Throttled
 from support.core_kit import contract, full, key, mamba, window
-from support.tier_rig import SCRIBBLE, TierRig
+from support.fake_tier import SCRIBBLE
+from support.tier_rig import TierRig
 
 KEYS = 30
 CONTRACTS = [

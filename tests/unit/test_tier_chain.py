@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.drive import Drive
-from support.tier_rig import FakeTier
+from support.fake_tier import FakeTier
 from support.tiers import Arena, Desk, family, keys_of
 
 from kvhearth_server.tiers.base import (
