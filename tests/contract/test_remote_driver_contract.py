@@ -188,6 +188,7 @@ def test_blocks_of_another_length_are_not_found(remote: Remote, desk: MoverDesk)
     assert kinds(desk.get([0], other)) == ["Corrupt remote"]
 
 
+@pytest.mark.realtime("starts a second helper of a remote")
 def test_another_fleets_mover_is_told_and_finds_nothing(remote: Remote, desk: MoverDesk) -> None:
     desk.put([0], OF)
     with mover_desk(remote.url, fleet_key=b"the key of another fleet") as other:

@@ -18,7 +18,13 @@ from kvhearth_server.tiers.remote.helper.drivers.base import Refused
 from kvhearth_server.tiers.remote.names import LAYOUT
 from kvhearth_server.tiers.remote.url import lifecycle_rule, parse_remote
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime() -> None:
+    """Start the runtime of the library, which lasts as long as the process."""
+    obstore.put(obstore.store.MemoryStore(), "name", b"")
 
 
 @pytest.fixture

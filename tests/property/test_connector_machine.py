@@ -161,6 +161,7 @@ def engine() -> Iterator[ScriptedEngine]:
         yield found
 
 
+@pytest.mark.realtime("a live daemon")
 def test_what_is_stored_was_written(engine: ScriptedEngine) -> None:
     machine = type("Machine", (ConnectorMachine,), {"engine": engine, "seen": Counter()})
     kinds = ("sibling", "stored for the sibling", "ours", "preempted", "loaded at the end")

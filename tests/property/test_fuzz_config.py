@@ -190,6 +190,7 @@ EXTREMES: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.realtime("live daemons")
 def test_valid_settings_start_or_say_why_not() -> None:
     for name, chosen in EXTREMES.items():
         with stopped_daemon(arena=False, **chosen) as daemon:

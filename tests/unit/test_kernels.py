@@ -258,6 +258,7 @@ def test_the_kernels_say_why_they_cannot_be_used(
     assert "no Triton" in kernels.available()
 
 
+@pytest.mark.realtime("runs a compiler of devices")
 @pytest.mark.timeout(300)
 def test_the_kernels_compile_for_devices(tmp_path: Any) -> None:
     """Triton's own assembler makes the machine code of an A100 and an H100, without a device."""

@@ -7,6 +7,10 @@ import pty
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.realtime("a terminal is a process' own")
+
 PROGRAM = """
 from kvhearth_server.observability import logs
 from kvhearth_server.observability.logs import StartBar
