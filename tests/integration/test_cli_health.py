@@ -1,11 +1,10 @@
-"""``kvhearth health``: its imports, its cost, and its verdicts on daemons of all kinds."""
+"""``kvhearth health``: its imports, and its verdicts on daemons of all kinds."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import resource
 import socket
 import stat
 import threading
@@ -23,8 +22,6 @@ from kvhearth_server.config.load import Settings
 
 HEAVY = ("typer", "click", "rich", "grpc", "google", "numpy", "pydantic", "yaml", "structlog")
 HEAVY += ("dataclasses", "kvhearth")
-CPU_S_MAX = 0.5
-"""Ten times the target, for shared machines; the command's earlier version took 0.6 s."""
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -106,16 +103,6 @@ def test_nothing_heavy_is_imported(tmp_path: Path, form: list[str], served: bool
     modules = done.stderr.splitlines()
     assert "kvhearth_server.cli.liveness" in modules
     assert [name for name in modules if name.partition(".")[0] in HEAVY] == []
-
-
-def test_what_it_costs(tmp_path: Path) -> None:
-    with answering(tmp_path, health_frame()):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = kvhearth("health", "--socket-dir", str(tmp_path))
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert cpu_s < CPU_S_MAX
 
 
 def test_a_degraded_tier_is_a_warning(run: Run, tmp_path: Path) -> None:
