@@ -44,6 +44,16 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
         end_well(daemon)
 
 
+@pytest.fixture
+def hasty(request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    """A daemon that waits ``TIMEOUT_S`` of the tests' module for openings and frames; the others
+    wait longer.
+    """
+    with running_daemon(arena=False, attach_timeout_s=request.module.TIMEOUT_S) as daemon:
+        yield daemon
+        end_well(daemon)
+
+
 @pytest.fixture(scope="module")
 def neighbour(daemon: Daemon) -> Iterator[Engine]:
     """A well-behaved engine of that daemon."""

@@ -326,11 +326,11 @@ def _spare_the_loop() -> None:
 
 def _rest_tier(engine: Engine, timeout_s: float) -> None:
     """Bring the SSD tier and its catalogue's writers to rest."""
-    engine.ssd_catalogue.close()
     if engine.tiering is not None:
         if not engine.tiering.tier.drain(timeout_s):
             _log.warning("ssd.not_at_rest")
         engine.tiering.turn()
+    engine.ssd_catalogue.close()
 
 
 async def _drain(

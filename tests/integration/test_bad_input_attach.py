@@ -12,7 +12,6 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Iterator
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
@@ -47,14 +46,6 @@ TIMEOUT_S = 1.5
 """Handshake timeout of the daemon in ``hasty``."""
 DAEMON: dict[str, object] = {}
 pytestmark = pytest.mark.usefixtures("unhurt_neighbour")
-
-
-@pytest.fixture
-def hasty() -> Iterator[Daemon]:
-    """A daemon with the handshake timeout ``TIMEOUT_S``; the other daemons wait longer."""
-    with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
-        yield daemon
-        end_well(daemon)
 
 
 def frame(body: bytes) -> bytes:

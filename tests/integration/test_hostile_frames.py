@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from support.daemon import Daemon, running_daemon, until
+from support.daemon import Daemon, until
 from support.raw_calls import RawCalls, packed
-from support.raw_door import RawSession, attach_path, end_well, raw_hello, refused
+from support.raw_door import RawSession, attach_path, raw_hello, refused
 
 from kvhearth.errors import Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
@@ -31,14 +31,6 @@ TIMEOUT_S = 2.0
 MESSAGE_MAX = 1 << 20
 DAEMON = {"attach_timeout_s": 60, "message_bytes_max": MESSAGE_MAX}
 pytestmark = pytest.mark.usefixtures("unhurt_neighbour")
-
-
-@pytest.fixture
-def hasty() -> Iterator[Daemon]:
-    """A daemon that waits ``TIMEOUT_S`` for openings and frames; the other one waits longer."""
-    with running_daemon(arena=False, attach_timeout_s=TIMEOUT_S) as daemon:
-        yield daemon
-        end_well(daemon)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from support.daemon import Daemon, stopped_daemon, until
 from support.raw_door import new_keys
 from support.ssd_kit import CONTRACT, MEMORY_BLOCKS, SSD, fetch_all, saved, store_all, store_paced
 
+from kvhearth.contract import namespace_digest
 from kvhearth.failpoints import DISK_ENVIRONMENT_NAME
 from kvhearth_lab.harness.engine import PAGES, Engine, engine_of
 from kvhearth_lab.torture import damage
@@ -105,6 +106,23 @@ def test_stores_go_on_while_the_drive_takes_nothing(
         drive.order()
         assert right_ones(engine, first) == 64
         daemon.stats()
+
+
+def test_what_is_being_written_is_evicted_too(tmp_path: Path) -> None:
+    namespace = namespace_digest("default", CONTRACT).hex()
+    with (
+        faulty_drive(tmp_path) as (daemon, drive),
+        engine_of(daemon.url(), CONTRACT) as engine,
+    ):
+        store_all(engine, new_keys(4))
+        saved(daemon, 4)
+        drive.order(delay_s=0.5)
+        keys = new_keys(40)
+        store_all(engine, keys)
+        reply = daemon.operator().evict(namespace, 0, None)
+        assert reply.evicted_blocks == 44
+        found = engine.client.lookup({0: keys}, lease=False).groups[0]
+        assert not found.present.any()
 
 
 def degradations(daemon: Daemon, kind: str) -> list[str]:

@@ -23,6 +23,7 @@ from kvhearth_server.tiers.ssd.disk.queues import (
 )
 from kvhearth_server.tiers.ssd.files import Files, OpenFile
 from kvhearth_server.tiers.ssd.tier import Environment
+from support.scripted_clock import HandClock
 
 PAGE = 4096
 Page = tuple[int, int]
@@ -43,16 +44,6 @@ def pages_of(request: Request) -> set[Page]:
 def is_below(request: Request, folder: Path) -> bool:
     """Whether a request is for a file of a folder."""
     return os.readlink(f"/proc/self/fd/{request.fd}").startswith(f"{folder}/")
-
-
-class Clock:
-    """Time that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Hangs(Exception):
@@ -247,7 +238,7 @@ class Drive:
     """All drives of one tier."""
 
     def __init__(self, depth: int = 16) -> None:
-        self.clock = Clock()
+        self.clock = HandClock()
         self.files = HandFiles()
         self._depth = depth
         self._workers: list[HandWorker] = []

@@ -64,6 +64,16 @@ class _Wait:
             self.condition.notify_all()
 
 
+class HandClock:
+    """Time that only the test moves, for what takes a function that returns it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class ScriptedClock(Clock):
     """See the module; close it at the test's end, after what uses it."""
 

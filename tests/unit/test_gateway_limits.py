@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.scripted_clock import HandClock
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import UnixUrl
@@ -15,14 +16,6 @@ from kvhearth_server.gateway.grants import Grants
 from kvhearth_server.gateway.limits import IdentityLimits
 from kvhearth_server.gateway.sessions import Sessions
 from kvhearth_server.gateway.tokens import Bounds, Identity
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Held(Grants):
@@ -45,9 +38,12 @@ def reason_of(work: Callable[[], None]) -> Reason:
 
 
 def limits_of(
-    met: Callable[[str], None] = lambda bound: None, *, clock: Clock | None = None, **bounds: int
+    met: Callable[[str], None] = lambda bound: None,
+    *,
+    clock: HandClock | None = None,
+    **bounds: int,
 ) -> IdentityLimits:
-    limits = IdentityLimits("rack1", met, clock or Clock())
+    limits = IdentityLimits("rack1", met, clock or HandClock())
     limits.use(Bounds(**bounds))
     return limits
 
@@ -68,16 +64,16 @@ def test_sessions_and_connections_are_counted() -> None:
 
 
 def test_calls_come_back_with_time() -> None:
-    clock = Clock()
+    clock = HandClock()
     limits = limits_of(clock=clock, calls_per_s=10)
     for _ in range(10):
         limits.call()
     assert reason_of(limits.call) is Reason.QUOTA_EXCEEDED
-    clock.now = 0.35
+    clock.now += 0.35
     for _ in range(3):
         limits.call()
     assert reason_of(limits.call) is Reason.QUOTA_EXCEEDED
-    clock.now = 1000.0
+    clock.now += 1000.0
     for _ in range(10):
         limits.call()
     assert reason_of(limits.call) is Reason.QUOTA_EXCEEDED

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.cases import cases
+from support.scripted_clock import HandClock
 
 import kvhearth_server
 from kvhearth.errors import Reason
@@ -38,18 +39,9 @@ class Terminal(io.StringIO):
 pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
-class Clock:
-    """A clock in seconds that only the test moves."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> HandClock:
+    return HandClock()
 
 
 @pytest.fixture
@@ -167,7 +159,7 @@ def test_a_second_call_replaces_the_first(written: io.StringIO) -> None:
 # -- floods ----------------------------------------------------------------------------------------
 
 
-def test_a_flood_is_one_a_second_with_a_count(clock: Clock, written: io.StringIO) -> None:
+def test_a_flood_is_one_a_second_with_a_count(clock: HandClock, written: io.StringIO) -> None:
     log = LimitedLog(logs.get_logger("kvhearth.test"), Throttle(1.0, clock))
     for number in range(1000):
         log.warning("refused", kind="bad_message", uid=number)
@@ -185,7 +177,7 @@ def test_a_flood_is_one_a_second_with_a_count(clock: Clock, written: io.StringIO
     ]
 
 
-def test_a_burst_passes_and_the_rest_is_counted(clock: Clock, written: io.StringIO) -> None:
+def test_a_burst_passes_and_the_rest_is_counted(clock: HandClock, written: io.StringIO) -> None:
     log = LimitedLog(logs.get_logger("kvhearth.test"), Throttle(1.0, clock, burst=3))
     for number in range(10):
         log.info("engine.attached", kind="engine.attached", pid=number)
@@ -200,7 +192,7 @@ def test_a_burst_passes_and_the_rest_is_counted(clock: Clock, written: io.String
     ]
 
 
-def test_kinds_have_a_bound(clock: Clock) -> None:
+def test_kinds_have_a_bound(clock: HandClock) -> None:
     throttle = Throttle(1.0, clock)
     admitted = [throttle.admit(f"k{number}") for number in range(10 * KINDS_MAX)]
     assert admitted.count(0) == KINDS_MAX + 1
@@ -210,7 +202,7 @@ def test_kinds_have_a_bound(clock: Clock) -> None:
 
 
 def test_other_packages_records_by_their_place_in_the_code(
-    clock: Clock, written: io.StringIO
+    clock: HandClock, written: io.StringIO
 ) -> None:
     """Errors too: a peer can cause both, and choose the text."""
     log = logging.getLogger("grpc.test.records")

@@ -58,6 +58,8 @@ ODD_OPENING = re.compile(r"[`\"(]*(?:What|Who|Whose|Whoever|Whatever|Of|So|As|Th
 """A sentence begins with a verb or a noun that names its subject."""
 ODD_SHARE_MAX = 0.03
 
+FOLDERS = "unit|contract|golden|property|integration|sim|engines"
+NAMED_TEST = re.compile(rf"\b((?:{FOLDERS})/test_\w+\.py)(?:::(?:[A-Z]\w*::)?(test_\w+))?")
 REALTIME = re.compile(r"pytest\.mark\.realtime\((\W)")
 REALTIME_MAX = 40
 
@@ -236,6 +238,17 @@ def _texts(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
             yield "".join(GAP if part is None else re.escape(str(part)) for part in parts)
+
+
+def test_the_tests_that_documents_name_exist() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    named = {name for page in pages for name in NAMED_TEST.findall(page.read_text())}
+    missing = []
+    for file, test in sorted(named):
+        found = sources().get(f"tests/{file}")
+        if found is None or (test and f"def {test}(" not in found.text):
+            missing.append(f"{file}::{test}")
+    assert missing == []
 
 
 def test_few_pure_tests_need_real_time() -> None:
