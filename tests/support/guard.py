@@ -180,7 +180,7 @@ def noted() -> Iterator[list[str]]:
 @pytest.fixture(autouse=True)
 def guard(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fail the test that breaks a rule of this module."""
-    before, found = State(), list[str]()
+    before, found, failures = State(), list[str](), request.session.testsfailed
     excepted = any(map(request.node.get_closest_marker, ("realtime", "slow", "gpu")))
     if request.path.parent.name in PURE and not excepted:
         with noted() as found:
@@ -191,18 +191,20 @@ def guard(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> I
     request.node.funcargs.clear()
     for record in caplog.get_records("call"):
         record.exc_info = None
-    # What a fixture of the module owns may come and go with any of its tests.
-    left = before.left(resources=not _shares(request))
+    # What a fixture of the module owns may come and go with any of its tests. A failure's traceback
+    # keeps the objects of its test, and what they hold open.
+    failed = request.session.testsfailed > failures
+    left = before.left(resources=not failed and not _shares(request))
     if problems := [*dict.fromkeys(found), *left]:
         pytest.fail("; ".join(problems), pytrace=False)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def module_guard() -> Iterator[None]:
+def module_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the last test of a module whose own fixtures leave something behind."""
-    before = State()
+    before, failures = State(), request.session.testsfailed
     yield
-    if problems := before.left():
+    if problems := before.left(resources=request.session.testsfailed == failures):
         pytest.fail("; ".join(problems), pytrace=False)
 
 
