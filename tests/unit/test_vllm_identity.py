@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from kvhearth.connectors.core import weights as digests
 from kvhearth.connectors.core.step_metadata import Geometry
+from kvhearth.connectors.core.weights import Weights
 from kvhearth.connectors.vllm import identity
-from kvhearth.connectors.vllm import identity as digests
 from kvhearth.connectors.vllm.identity import (
     REMEMBERED_MAX,
     Adapters,
     EngineGroup,
-    Weights,
     engine_contract,
     model_name_of,
     process_group_of,

@@ -7,124 +7,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from logging import INFO, WARNING
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from kvhearth.codec import LOSSLESS
 from kvhearth.connectors.core.step_metadata import Geometry
+from kvhearth.connectors.core.weights import Weights, directory_digest, name_weights
 from kvhearth.contract import DTYPE_BYTES, PRIVATE, Contract, GroupKind, GroupSpec
 from kvhearth.counters import Warnings, log_event
 from kvhearth.errors import KVHearthError, Reason
-
-_PIECE_BYTES = 8 << 20
-_KEPT_FROM_BYTES = 16 << 20
-_FILES_MAX = 4096
-_KEPT_MAX = 4096
-_IGNORED = (".git", "__pycache__", ".cache")
-
-_lock = threading.Lock()
-
-
-def directory_digest(folder: Path) -> str:
-    """Return the hex digest of the names and bytes of all files below ``folder``.
-
-    Large files are read once: their digests are remembered in the user's cache folder, by device,
-    inode, size and times of change.
-
-    Raises:
-        OSError: a file cannot be read, or there are more than 4096.
-    """
-    whole = hashlib.sha256()
-    for path in _files(folder):
-        name = path.relative_to(folder).as_posix()
-        whole.update(f"{len(name)}:{name}:".encode())
-        whole.update(_file_digest(path))
-    return whole.hexdigest()
-
-
-def _files(folder: Path) -> list[Path]:
-    found = sorted(_walk(folder))
-    if len(found) > _FILES_MAX:
-        raise OSError(f"{folder} has more than {_FILES_MAX} files")
-    return found
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for base, folders, files in os.walk(folder, followlinks=False):
-        folders[:] = [name for name in folders if name not in _IGNORED]
-        for name in files:
-            path = Path(base) / name
-            if path.is_file():
-                yield path
-
-
-def _file_digest(path: Path) -> bytes:
-    facts = path.stat()
-    if facts.st_size < _KEPT_FROM_BYTES:
-        return _read(path)
-    mark = f"{facts.st_dev}:{facts.st_ino}:{facts.st_size}:{facts.st_mtime_ns}:{facts.st_ctime_ns}"
-    with _lock:
-        kept = _load()
-        if mark in kept:
-            return bytes.fromhex(kept[mark])
-        log_event(
-            INFO,
-            "weights.reading",
-            "reading a file once to know the weights",
-            path=path,
-            mib=facts.st_size >> 20,
-        )
-        digest = _read(path)
-        kept[mark] = digest.hex()
-        _save(kept)
-        return digest
-
-
-def _read(path: Path) -> bytes:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.digest()
-
-
-def _store() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "kvhearth" / "digests.json"
-
-
-def _load() -> dict[str, str]:
-    try:
-        data = json.loads(_store().read_text())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(data, dict):
-        return {}
-    return {mark: text for mark, text in data.items() if isinstance(text, str) and len(text) == 32}
-
-
-def _save(kept: dict[str, str]) -> None:
-    """Save the digests, best effort: without them the files are read again at the next start."""
-    path = _store()
-    some = dict(list(kept.items())[-_KEPT_MAX:])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(some))
-        part.rename(path)
-    except OSError as error:
-        log_event(
-            INFO, "weights.not_remembered", "the weights' digest is not remembered", error=error
-        )
-
 
 KINDS = {
     "full_attention": GroupKind.FULL,
@@ -140,7 +36,6 @@ KINDS = {
 
 _DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 _DEFAULT_SEED = "vllm-none-hash"
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation")
 
 
@@ -165,14 +60,6 @@ class EngineGroup:
     layers: int
     page_bytes: int
     dtype: str
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Identity of the weights."""
-
-    model: str
-    revision: str
 
 
 def weights_change(vllm_config: Any, on_reset: str) -> bool:
@@ -230,9 +117,8 @@ def weights_of(
         return Weights("dummy", f"{PRIVATE}{run}")
     if live:
         return Weights("live" if local.is_dir() else name, f"{PRIVATE}{run}")
-    if given:
-        return Weights("given" if local.is_dir() else name, given)
-    if getattr(model_config, "model_weights", ""):
+    stored = str(getattr(model_config, "model_weights", "") or "")
+    if stored and not given:
         # The weights are in an object store: vLLM has pulled only the small files into a directory.
         log_event(
             WARNING,
@@ -241,29 +127,8 @@ def weights_of(
             "set 'revision' in kv_connector_extra_config to share it",
         )
         return Weights("object store", f"{PRIVATE}{run}")
-    if local.is_dir():
-        try:
-            return Weights("directory", directory_digest(local))
-        except OSError as error:
-            log_event(
-                WARNING,
-                "weights.private",
-                "the weights have no digest, nobody can share their KV",
-                error=error,
-            )
-            return Weights("directory", f"{PRIVATE}{run}")
     revision = str(getattr(model_config, "revision", None) or "")
-    if _COMMIT.fullmatch(revision):
-        return Weights(name, revision)
-    log_event(
-        WARNING,
-        "weights.private",
-        "the revision is no commit, its KV is kept for this engine alone: set 'revision' in "
-        "kv_connector_extra_config to share it",
-        model=name,
-        revision=revision,
-    )
-    return Weights(name, f"{PRIVATE}{run}")
+    return name_weights(name, revision, run, given, "kv_connector_extra_config")
 
 
 def hashing_of(algorithm: str, hash_tokens: int, run: str) -> tuple[str, int, str]:
