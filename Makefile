@@ -40,7 +40,7 @@ run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daem
 unexport PYTHONDONTWRITEBYTECODE
 SUITE := $(BIN)/python tests/suites.py
 
-test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; four minutes; TEST_JOBS=1 runs them in one process
+test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; three minutes; TEST_JOBS=1 runs them in one process
 	$(SUITE) default -m 'not slow and not gpu' $(TEST_ARGS)
 
 test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daemons, and of documents: ten minutes
