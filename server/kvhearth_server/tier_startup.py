@@ -49,22 +49,16 @@ _log = get_logger("kvhearth.ssd")
 _remote_log = get_logger("kvhearth.remote")
 
 
-OpenRemote = Callable[[Settings, Sequence[U8]], Tier]
-"""Function that opens a remote over regions, the bytes of each arena segment first."""
 OpenTiers = Callable[[Settings, Arena], list[Tier]]
 
 
 def open_tiers(
-    settings: Settings,
-    arena: Arena,
-    environment: Environment | None = None,
-    remote: OpenRemote | None = None,
+    settings: Settings, arena: Arena, environment: Environment | None = None
 ) -> list[Tier]:
     """Open the tiers of these settings, the SSD tier first, the remote last.
 
     Args:
         environment: as for ``SsdTier``; fault injection passes its own.
-        remote: opens another remote than that of the settings.
 
     Raises:
         KVHearthError: a tier cannot be opened.
@@ -79,10 +73,7 @@ def open_tiers(
         if settings.ssd_dirs:
             opened.append(_open_ssd(settings, regions, environment, offers=buffer is not None))
             undo.callback(opened[-1].close)
-        if remote is not None:
-            opened.append(remote(settings, regions))
-            undo.callback(opened[-1].close)
-        elif settings.remote:
+        if settings.remote:
             opened.append(open_remote(settings, arena, buffer))
             undo.callback(opened[-1].close)
         undo.pop_all()
