@@ -27,9 +27,9 @@ class CoreMachine(WritingRules, ReadingRules, RefusalRules):
     """The rules of all groups together."""
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(8))
 def test_the_core_against_a_model(number: int) -> None:
-    run_machine(CoreMachine, number, examples=20, steps=50)
+    run_machine(CoreMachine, number, examples=10, steps=50)
 
 
 @pytest.mark.slow

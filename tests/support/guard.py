@@ -4,7 +4,7 @@
   working directory, threads, child processes, descriptors. The one that does not is the one that
   fails, and not the next one that happens to share its process.
 - A test in ``PURE`` neither sleeps nor forks nor starts a process, and uses no more than
-  ``CPU_S_MAX`` of processor time, which load does not change. ``@pytest.mark.realtime(reason)``
+  ``CPU_S_MAX`` of processor time, which load may double. ``@pytest.mark.realtime(reason)``
   names the exceptions; ``test_tidy`` bounds their number.
 """
 
