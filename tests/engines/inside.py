@@ -19,13 +19,13 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -37,6 +37,15 @@ from kvhearth.connectors.vllm.adapter import VllmSettings, describe
 from kvhearth.connectors.vllm.connector import KVHearthConnector
 from kvhearth.copiers.base import Done
 from kvhearth.model import EXTENT_DTYPE
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+except ImportError:  # before 0.33, where the groups are no argument
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    get_global_kv_cache_groups = None
 
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 KV_BYTES = 64 << 20
@@ -83,6 +92,17 @@ def children(engine: dict[str, Any], transfers: list[dict[str, Any]]) -> list[li
             if kind is KVHearthConnector:
                 kind(given, KVConnectorRole.SCHEDULER, None)
     return found
+
+
+def may_sleep(transfers: list[dict[str, Any]]) -> list[bool]:
+    """Return whether engines with these connectors may sleep; before 0.33 vLLM does not ask."""
+    load_general_plugins()
+    configs = [KVTransferConfig(**transfer) for transfer in transfers]
+    kinds = [KVConnectorFactory.get_connector_class(config) for config in configs]
+    return [
+        getattr(kind, "supports_sleep_mode", lambda config: True)(config)
+        for kind, config in zip(kinds, configs, strict=True)
+    ]
 
 
 def served(words: list[str]) -> dict[str, str]:
@@ -137,7 +157,9 @@ def _runner(config: VllmConfig, copier: StuckCopier) -> tuple[ActiveKVConnector,
         parallel_state.init_distributed_environment(1, 0, f"file://{meeting.name}", 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
     spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    (pages,) = get_kv_cache_configs(config, [dict.fromkeys(LAYERS, spec)], [KV_BYTES])
+    specs = [dict.fromkeys(LAYERS, spec)]
+    groups = [get_global_kv_cache_groups(config, specs)] if get_global_kv_cache_groups else []
+    (pages,) = get_kv_cache_configs(config, specs, [KV_BYTES], *groups)
     pages.kv_cache_layout = config.cache_config.kv_cache_layout
     ensure_kv_transfer_initialized(config, pages)
     connector = get_kv_transfer_group()

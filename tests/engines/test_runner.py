@@ -20,3 +20,11 @@ def test_only_a_step_without_tokens_waits_for_a_load(logs: Path, daemon: Daemon)
     assert max(waits["begun"]) == 0
     assert max(waits["busy"]) == 0
     assert max(waits["idle"]) > 0
+
+
+def test_an_engine_with_the_connector_may_sleep(logs: Path, daemon: Daemon) -> None:
+    """``test_inprocess`` puts one to sleep."""
+    alone = connector(daemon)
+    both = {**alone, "kv_connector": "MultiConnector", "kv_connector_extra_config": {}}
+    both["kv_connector_extra_config"]["connectors"] = [alone]
+    assert inside(logs, "may_sleep", transfers=[alone, both]) == [True, True]
