@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines.harness import HOME, Engine, arguments, close_nursery, connector, running_engine
+from engines.harness import (
+    HOME,
+    Engine,
+    arguments,
+    close_nursery,
+    connector,
+    engine_nursery,
+    running_engine,
+)
 from engines.kit import Reference
 from support.daemon import Daemon, free_port, running_daemon
 
@@ -28,7 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder for the engines' logs; ends the engines' nursery at the end."""
+    """The folder for the engines' logs. The engines' nursery runs meanwhile: a test that started it
+    would leave it behind.
+    """
+    engine_nursery()
     yield tmp_path_factory.mktemp("engines")
     close_nursery()
 
