@@ -14,7 +14,7 @@ ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 ENGINES_NEXT := $(ENGINES)-next
 VLLM_NEXT   ?= 0.33.0
 
-.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-engines-next test-vllm-suite lint types imports proto proto-check check bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-engines-next test-vllm-suite lint types imports proto proto-check check bench-fronts bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -60,7 +60,7 @@ test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: Seaweed
 
 # `make test-all TEST_ALL='test-slow bench-ssd'` runs some of them.
 TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-engines-next test-vllm-suite \
-  bench-local bench-stalls bench-ssd bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft
+  bench-local bench-stalls bench-ssd bench-fronts bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft
 
 test-all: ## everything that this machine can run, benches with --quick, and a table of it: hours; before an issue is closed, its parts
 	sh tests/all.sh $(MAKE) $(TEST_ALL)
@@ -250,6 +250,9 @@ bench-remote-tier: $(VENV)/.ready $(VENV)-remotes/.ready ## a remote's driver in
 
 bench-ssd: $(VENV)/.ready $(VENV)-lmcache/.ready $(ENGINES)/.packages ## the SSD tier against its own drive, and others' files; the last line is one JSON object (needs 5 GiB of the drive)
 	$(BIN)/kvhearth bench ssd --json --lmcache $(VENV)-lmcache/bin/python --vllm $(ENGINES)/bin/python $(BENCH_ARGS)
+
+bench-fronts: $(VENV)/.ready $(ENGINES)/.ready $(VENV)-lmcache/.ready ## vLLM's tiers, SGLang's HiCache and LMCache's L2 over KVHearth and over their own files; the last line is one JSON object (needs 5 GiB of the drive)
+	$(BIN)/kvhearth bench fronts --json --vllm $(ENGINES)/bin/python --sglang $(VENV)-sglang/bin/python --lmcache $(VENV)-lmcache/bin/python $(BENCH_ARGS)
 
 bench-scheduler: $(VENV)/.ready $(ENGINES)/.ready ## processor time of vLLM's scheduler thread with KVHearth, with its own offloading, with neither; the last line is one JSON object
 	$(BIN)/kvhearth bench scheduler --json --engine-python $(ENGINES)/bin/python $(BENCH_ARGS)

@@ -104,6 +104,23 @@ class Served(Daemon):
                 raise broken(f"not quiet: {found.leases} leases, {unsummed} blocks not summed")
             time.sleep(0.002)
 
+    def leave_to_ssd(self) -> None:
+        """Move all blocks out of memory, once all of them are on SSD.
+
+        Raises:
+            KVHearthError: they do not leave in time, or are not on SSD.
+        """
+        self.wait_quiet()
+        operator, end = self.operator(DEADLINE_S), time.monotonic() + QUIET_S
+        while (found := operator.stats()).blocks:
+            if time.monotonic() > end:
+                raise broken(f"{found.blocks} blocks stay in memory: {dict(found.counters)}")
+            if found.counters.get("demoted_blocks", 0) < found.counters["stored_blocks"]:
+                time.sleep(0.002)
+                continue
+            for each in operator.namespaces().namespaces:
+                operator.evict(each.namespace, 0, "memory")
+
 
 @contextlib.contextmanager
 def served(starter: Starter = SERVE, **settings: object) -> Iterator[Served]:

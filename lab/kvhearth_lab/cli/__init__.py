@@ -21,6 +21,7 @@ def add_bench(app: typer.Typer) -> None:
     benches = typer.Typer(
         help="Run benchmarks, each with its own daemons.", epilog=BENCH_EPILOG, no_args_is_help=True
     )
+    benches.command("fronts", epilog=bench.FRONTS_EPILOG)(bench.fronts)
     benches.command("gpu", epilog=bench.GPU_EPILOG)(bench.gpu)
     benches.command("local", epilog=bench.LOCAL_EPILOG)(bench.local)
     benches.command("peers", epilog=bench.PEERS_EPILOG)(bench.peers)

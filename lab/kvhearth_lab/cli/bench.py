@@ -29,6 +29,10 @@ SSD_EPILOG = (
     "Example: kvhearth bench ssd --dir /mnt/nvme --json | tail -n 1 | "
     "jq '{write_of_best, read_of_best, missed}'"
 )
+FRONTS_EPILOG = (
+    "Example: kvhearth bench fronts --vllm /opt/vllm/bin/python --json | tail -n 1 | "
+    "jq '{vllm_tier_load_vs_fs, vllm_tier_load_vs_copy, missed}'"
+)
 GPU_EPILOG = (
     "Example: kvhearth bench gpu --json | tail -n 1 | "
     "jq '{load_block_2mib_ratio, ttft_16k_ratio, missed}'"
@@ -290,6 +294,53 @@ def _beside(peers: Mapping[str, Any]) -> Table:
     return made
 
 
+def fronts(
+    *,
+    vllm: Annotated[Path | None, _python("--vllm", "Python interpreter with vllm.")] = None,
+    sglang: Annotated[Path | None, _python("--sglang", "Python interpreter with sglang.")] = None,
+    lmcache: Annotated[
+        Path | None, _python("--lmcache", "Python interpreter with lmcache.")
+    ] = None,
+    folder: Annotated[
+        Path,
+        typer.Option("--dir", help="Directory on the drive to measure; left as it was."),
+    ] = Path(),
+    as_json: AsJson = False,
+    quick: Annotated[bool, _quick("Run few rounds of small jobs; more noise.")] = False,
+) -> None:
+    """Measure vLLM's tiers, SGLang's HiCache and LMCache's L2 over KVHearth
+    and over their own files, in turns, through the engines' own classes.
+
+    Runs from a checkout. Starts its own daemons, of 1 GiB each, and uses up to
+    5 GiB of the drive. Missing a target is not an error: `missed` names those
+    figures. Nor is an engine that cannot be measured.
+    """
+    from kvhearth_lab.bench.fronts.figures import FULL, QUICK
+    from kvhearth_lab.bench.fronts.run import run
+
+    given = {"vllm": vllm, "sglang": sglang, "lmcache": lmcache}
+    with cleaned_up():
+        found = {**run(folder, QUICK if quick else FULL, given, note), "quick": quick}
+    _report(found, fronts_tables(found), as_json=as_json, beside=True)
+
+
+def fronts_tables(found: Found) -> Iterator[Table]:
+    """Yield the figures, then GB/s of both sides and of plain copies, then the skipped parts."""
+    from kvhearth_lab.bench.fronts.figures import FIGURES
+
+    yield _figure_table(found, [each for each in FIGURES if each.name in found])
+    sides = ("ours", "theirs", "copy")
+    heads = [f"{job} {side}" for job in ("store", "load") for side in sides]
+    made = table("engine", "pages", *heads, right=heads)
+    made.title, made.title_justify = "GB/s", "left"
+    for engine, parts in found["engines"].items():
+        for pages, each in parts["runs"].items():
+            values = (each["gbs"][job][side] for job, side in map(str.split, heads))
+            row(made, engine, pages, *map(_text, values))
+    yield made
+    yield from _skipped(found)
+
+
 def stalls(
     as_json: AsJson = False,
     plot: Plot = None,
@@ -513,8 +564,8 @@ def scheduler_tables(found: Found) -> Iterator[Table]:
 def _report(
     found: Found,
     tables: Iterable[Table],
-    draw: Callable[[Found, Path], None],
-    plot: Path | None,
+    draw: Callable[[Found, Path], None] | None = None,
+    plot: Path | None = None,
     *,
     as_json: bool,
     beside: bool,
@@ -530,7 +581,9 @@ def _report(
             to.print(each)
     if as_json:
         say_json(found)
-    if plot is not None:  # last: results measured in minutes are printed even if this fails
+    if (
+        draw is not None and plot is not None
+    ):  # last: results measured in minutes are printed even if this fails
         draw(found, plot)
         note(f"drawn into {plot}")
 

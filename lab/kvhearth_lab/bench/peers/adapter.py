@@ -110,9 +110,12 @@ class Adapter:
     Args:
         command: what to run, with the interpreter first.
         folder: folder for logs and sockets; a short path.
+        environment: variables in addition to this process's.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._log_path = folder / "adapter.log"
         self._rest = b""
         self._leftovers: list[Path] = []
@@ -125,7 +128,7 @@ class Adapter:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=kept,
+                env={**kept, **(environment or {})},
                 start_new_session=True,
             )
 
@@ -156,20 +159,41 @@ class Adapter:
         Raises:
             PeerFailed: the process ended or is late.
         """
+        self.tell(json.dumps({"op": op, **fields}).encode() + b"\n")
+        return parse_answer(self.line(op, deadline_s))
+
+    def tell(self, line: bytes) -> None:
+        """Send a line. Raises PeerFailed: the process ended."""
         stdin = self._process.stdin
         assert stdin is not None
         try:
-            stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+            stdin.write(line)
             stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None
-        return parse_answer(self._line(op, time.monotonic() + deadline_s))
 
     def close(self) -> None:
-        """End the process and everything that it started."""
+        """End the process, which is asked first, and everything that it started."""
         with contextlib.suppress(PeerFailed):
             if self._process.poll() is None:
                 self.ask("close", CLOSE_S)
+        self.end()
+
+    def wait_end(self, deadline_s: float) -> None:
+        """Wait until the process has ended well.
+
+        Raises:
+            PeerFailed: it failed, or is late.
+        """
+        try:
+            status = self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise PeerFailed(f"its program does not end: {self._said()}") from None
+        if status:
+            raise self._ended()
+
+    def end(self) -> None:
+        """End the process and everything that it started."""
         for end in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, end)
@@ -182,8 +206,13 @@ class Adapter:
         for path in self._leftovers:
             path.unlink(missing_ok=True)
 
-    def _line(self, op: str, end: float) -> bytes:
-        stdout = self._process.stdout
+    def line(self, op: str, deadline_s: float) -> bytes:
+        """Return the next line that the process writes, without its end.
+
+        Raises:
+            PeerFailed: it ended or is late; ``op`` says with what.
+        """
+        stdout, end = self._process.stdout, time.monotonic() + deadline_s
         assert stdout is not None
         while b"\n" not in self._rest:
             left = end - time.monotonic()
