@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,7 +104,12 @@ def test_findings_and_lines_that_connect(tab: Browser, daemon: Daemon) -> None:
     until(lambda: "vllm serve" in tab.text("#connect"), "lines that connect")
     line = tab.run("document.querySelector('#connect pre').textContent")
     config = json.loads(line.partition("--kv-transfer-config '")[2].rstrip("'"))
-    assert config["kv_connector_extra_config"]["url"] == f"kvhearth+unix://{daemon.socket_dir}"
+    url = f"kvhearth+unix://{daemon.socket_dir}"
+    assert config["kv_connector_extra_config"]["url"] == url
+    lines = tab.text("#connect")
+    for name in ("KVHearthTier", "KVHearthHiCache", "KVHearthL2Adapter"):
+        [found] = [json.loads(text) for text in re.findall(r"'(\{.*\})'", lines) if name in text]
+        assert url in json.dumps(found)
     shown = tab.text("#doctor")
     for finding in ask(daemon, "/v1/guide").json["findings"]:
         assert finding["found"] in shown

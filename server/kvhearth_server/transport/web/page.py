@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -158,10 +158,15 @@ class Guide:
 
 
 def connections(settings: Settings) -> list[Connect]:
-    """Return the lines that connect vLLM on this host, and on others if the daemon listens."""
+    """Return the lines that connect engines on this host, and vLLM on others if the daemon
+    listens.
+    """
     url = f"{SCHEME}://{settings.socket_dir}"
     found = [
         Connect("vLLM on this host", _vllm(url)),
+        Connect("vLLM with native offloading", _vllm_tier(url)),
+        Connect("SGLang with HiCache", _sglang(url)),
+        Connect("LMCache's daemon", _lmcache(url)),
         Connect("Other verbs in this shell", f"export KVHEARTH_SOCKET_DIR={settings.socket_dir}"),
     ]
     if settings.listen_address is not None:
@@ -174,10 +179,54 @@ def connections(settings: Settings) -> list[Connect]:
 
 
 def _vllm(url: str) -> str:
-    config: dict[str, Any] = {
+    config = {
         "kv_connector": "KVHearthConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"url": url},
     }
-    return f"vllm serve MODEL --kv-transfer-config '{json.dumps(config, separators=(',', ':'))}'"
+    return f"vllm serve MODEL --kv-transfer-config {_quoted(config)}"
+
+
+def _vllm_tier(url: str) -> str:
+    tier = {"type": "KVHearthTier", "module_path": "kvhearth.connectors.vllm.tier", "url": url}
+    config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 8 << 30,
+            "secondary_tiers": [tier],
+        },
+    }
+    return f"vllm serve MODEL --kv-transfer-config {_quoted(config)}"
+
+
+def _sglang(url: str) -> str:
+    config = {
+        "backend_name": "kvhearth",
+        "module_path": "kvhearth.connectors.sglang",
+        "class_name": "KVHearthHiCache",
+        "interface_v1": 1,
+        "url": url,
+    }
+    return (
+        "python3 -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache "
+        "--hicache-storage-backend dynamic "
+        f"--hicache-storage-backend-extra-config {_quoted(config)}"
+    )
+
+
+def _lmcache(url: str) -> str:
+    config = {
+        "type": "plugin",
+        "module_path": "kvhearth.connectors.lmcache",
+        "class_name": "KVHearthL2Adapter",
+        "adapter_params": {"url": url},
+    }
+    return f"lmcache server --l1-size-gb 8 --eviction-policy LRU --l2-adapter {_quoted(config)}"
+
+
+def _quoted(config: Mapping[str, Any]) -> str:
+    return f"'{json.dumps(config, separators=(',', ':'))}'"
