@@ -82,9 +82,14 @@ def check_pip(*words: str) -> None:
 
 def check_vllm(*words: str) -> None:
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
-    assert (words[0], transfer["kv_connector"]) == ("serve", "KVHearthConnector")
+    assert words[0] == "serve"
     assert transfer["kv_load_failure_policy"] == "recompute", "a lost block would end a request"
-    parse_settings(VllmSettings, transfer.get("kv_connector_extra_config", {}), {})
+    extra = transfer.get("kv_connector_extra_config", {})
+    if transfer["kv_connector"] == "OffloadingConnector":
+        assert [tier["type"] for tier in extra["secondary_tiers"]] == ["KVHearthTier"]
+    else:
+        assert transfer["kv_connector"] == "KVHearthConnector"
+        parse_settings(VllmSettings, extra, {})
 
 
 def check_make(*words: str) -> None:
