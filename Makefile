@@ -118,8 +118,9 @@ $(ENGINES_NEXT)/.ready: $(ENGINES)/.ready tests/engines/overlay.py tests/engines
 	$(BIN)/python tests/engines/overlay.py $(ENGINES) $(ENGINES_NEXT) $(VLLM_NEXT)
 	touch $@
 
-test-engines-next: $(VENV)/.ready $(ENGINES_NEXT)/.ready ## the same on the newest vLLM's Python, above the older kernels
+test-engines-next: $(VENV)/.ready $(ENGINES_NEXT)/.ready $(ENGINES)/.suite ## the same, and vLLM's own tests, on the newest vLLM's Python above the older kernels
 	KVHEARTH_ENGINES_HOME=$(abspath $(ENGINES_NEXT)) $(BIN)/pytest -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
+	KVHEARTH_ENGINES_HOME=$(abspath $(ENGINES_NEXT)) $(BIN)/python tests/engines/vllm_suite.py
 
 $(ENGINES)/.suite: $(ENGINES)/.ready tests/engines/suite-requirements.txt
 	$(ENGINES_PIP) install --no-deps -r tests/engines/suite-requirements.txt
