@@ -166,7 +166,7 @@ def connections(settings: Settings) -> list[Connect]:
         Connect("vLLM on this host", _vllm(url)),
         Connect("vLLM with native offloading", _vllm_tier(url)),
         Connect("SGLang with HiCache", _sglang(url)),
-        Connect("LMCache's daemon", _lmcache(url)),
+        Connect("LMCache's daemon, with the commit of the weights", _lmcache(url)),
         Connect("Other verbs in this shell", f"export KVHEARTH_SOCKET_DIR={settings.socket_dir}"),
     ]
     if settings.listen_address is not None:
@@ -223,7 +223,7 @@ def _lmcache(url: str) -> str:
         "type": "plugin",
         "module_path": "kvhearth.connectors.lmcache",
         "class_name": "KVHearthL2Adapter",
-        "adapter_params": {"url": url},
+        "adapter_params": {"url": url, "revision": "COMMIT"},
     }
     return f"lmcache server --l1-size-gb 8 --eviction-policy LRU --l2-adapter {_quoted(config)}"
 
