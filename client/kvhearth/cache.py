@@ -180,8 +180,8 @@ class Cache:
     string or an int.
 
     Pages are a numpy array or torch tensor of shape (n, ...), on the CPU or a GPU, whose rows are
-    blocks of the contract's size; or a list of n such blocks, which costs one more copy; or
-    ``Pages`` of a paged pool. Neither change nor read pages until the future is done.
+    blocks of the contract's size; or a list of n such blocks, which costs one more copy on a GPU;
+    or ``Pages`` of a paged pool. Neither change nor read pages until the future is done.
 
     No call waits for the daemon except ``lookup``, which does for its deadline (``lookup_ms`` of
     the URL) at most. Results are values with a ``reason`` where the daemon is away, full or slow;

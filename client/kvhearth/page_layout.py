@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import U8
+from kvhearth.model import I64, U8
 from kvhearth.prefault import Span
 
 SHARD_BYTES_MAX = 1 << 30
@@ -87,11 +87,13 @@ class PagedKV:
         KVHearthError: ``bad_contract`` naming the tensor and its problem.
     """
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[Any], *, _overlapping: bool = False) -> None:
         if not 1 <= len(tensors) <= TENSORS_MAX:
             raise _bad(f"{len(tensors)} tensors are registered, register 1..{TENSORS_MAX}")
         self._tensors = tuple(tensors)
-        described = [_describe(tensor, index) for index, tensor in enumerate(self._tensors)]
+        described = [
+            _describe(tensor, index, _overlapping) for index, tensor in enumerate(self._tensors)
+        ]
         self.page_count = _same([item.page_count for item in described], "page count")
         self.device = _same([item.device for item in described], "device")
         parts: list[Part] = []
@@ -105,6 +107,25 @@ class PagedKV:
             )
         self._spacing_bytes = _spacing_bytes(self.parts)
         self.shape = self._shape()
+
+    @classmethod
+    def around(cls, blocks: Sequence[Any]) -> tuple[PagedKV, I64]:
+        """Return dense blocks of one size anywhere in CPU memory as pages, and their numbers, (n,).
+
+        Other numbers are memory of anybody: the caller copies only these.
+
+        Raises:
+            ValueError: the blocks overlap, or lie too far apart.
+        """
+        size_bytes = int(blocks[0].nbytes)
+        places = np.array([_address(block) for block in blocks], np.int64)
+        if len(places) > 1 and np.diff(np.sort(places)).min() < size_bytes:
+            raise ValueError("blocks overlap")
+        first = int(places.min())
+        step_bytes = int(np.gcd.reduce(places - first)) or size_bytes
+        numbers = (places - first) // step_bytes
+        view = _host_view(blocks, first, (int(numbers.max()) + 1, size_bytes), (step_bytes, 1))
+        return cls([view], _overlapping=True), numbers
 
     def _shape(self) -> Shape:
         if len(self.parts) == 1:
@@ -209,12 +230,18 @@ def _same(values: list[Any], what: str) -> Any:
     return values[0]
 
 
+def _address(block: Any) -> int:
+    if isinstance(block, np.ndarray):
+        return int(block.__array_interface__["data"][0])
+    return int(block.data_ptr())
+
+
 def _is_torch(tensor: Any) -> bool:
     # Duck typing instead of isinstance: users without torch must not have to import it.
     return hasattr(tensor, "data_ptr") and hasattr(tensor, "untyped_storage")
 
 
-def _describe(tensor: Any, index: int) -> _Described:
+def _describe(tensor: Any, index: int, overlapping: bool) -> _Described:
     """Check one tensor and describe the location of its pages."""
     if _is_torch(tensor):
         item_bytes = int(tensor.element_size())
@@ -241,7 +268,7 @@ def _describe(tensor: Any, index: int) -> _Described:
         )
     run_bytes = _run_bytes(shape[1:], strides[1:], item_bytes, index)
     stride_bytes = strides[0] if shape[0] > 1 else run_bytes
-    if stride_bytes < run_bytes:
+    if stride_bytes < run_bytes and not (overlapping and stride_bytes > 0):
         raise _bad(
             f"tensor {index}: pages of {run_bytes} bytes begin every {stride_bytes} bytes and "
             "overlap: dimension 0 must be the page, with a page's bytes in one run"

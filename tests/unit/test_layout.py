@@ -169,3 +169,24 @@ PagedKV([numpy.zeros((2, 8))]).host_parts()
 sys.exit(1 if "torch" in sys.modules else 0)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("places", [(9, 0, 33), (4096, 8192, 0), (7,)])
+def test_blocks_anywhere_in_a_pool_are_pages_in_place(places: tuple[int, ...]) -> None:
+    pool = _numbered(16384)
+    blocks = [pool[start : start + 9] for start in places]
+    kv, numbers = PagedKV.around(blocks)
+    (view,) = kv.host_parts()
+    assert (kv.page_bytes, kv.page_count) == (9, max(numbers) + 1)
+    for block, number in zip(blocks, numbers.tolist(), strict=True):
+        assert (view[number] == block).all()
+        view[number] = 77
+        assert (block == 77).all(), "a view, not a copy"
+    reached = view.__array_interface__["data"][0] + (kv.page_count - 1) * view.strides[0] + 9
+    assert reached <= pool.ctypes.data + pool.nbytes, "nothing beyond the last block"
+
+
+def test_blocks_that_overlap_are_no_pages() -> None:
+    pool = _numbered(64)
+    with pytest.raises(ValueError, match="overlap"):
+        PagedKV.around([pool[8:16], pool[0:8], pool[15:23]])

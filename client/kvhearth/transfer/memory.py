@@ -142,7 +142,11 @@ def source_of(pages: Any, count: int, contract: Contract, *, written: bool) -> S
             raise ValueError("pages are read-only: a load writes them")
         _check_codec(_device(block), contract.codec)
     if blocks is pages:
-        return Scattered(_checked_list(pages, count, page_bytes))
+        listed = _checked_list(pages, count, page_bytes)
+        if count and _device(listed[0]) == "cpu" and all(map(_row_major, listed)):
+            with contextlib.suppress(ValueError):  # blocks that overlap
+                return PagesInPlace(*PagedKV.around(listed), kept=False)
+        return Scattered(listed)
     _check_array(pages, count, page_bytes)
     if count and _row_major(pages[0]):
         with contextlib.suppress(KVHearthError):  # read-only, or rows that overlap
