@@ -17,7 +17,7 @@ from kvhearth.url import DEFAULT_URL, parse_url
 URL_ENV = "KVHEARTH_URL"
 """Environment variable that supplies ``url`` if the options do not."""
 
-SettingsT = TypeVar("SettingsT", bound="Settings")
+SettingsT = TypeVar("SettingsT", bound="CacheSettings")
 
 
 def one_of(*choices: str) -> Any:
@@ -31,16 +31,30 @@ def between(default: float, low: float, high: float) -> Any:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Options of every engine's connector; a subclass adds those of one engine.
+class CacheSettings:
+    """Options of every adapter.
 
     Attributes:
         PLACE: name, for error messages, of the place where the user gives the options.
         url: the daemon's address; ``kvhearth+unix:`` for the one on this host that is found.
+        promotion_wait_ms: longest wait of a request for blocks being promoted from SSD.
+        revision: identity of the weights, instead of the hub's revision or the files' digest.
+    """
+
+    PLACE: ClassVar[str] = "options"
+
+    url: str = DEFAULT_URL
+    promotion_wait_ms: int = between(5000, 0, 600_000)
+    revision: str = ""
+
+
+@dataclass(frozen=True)
+class Settings(CacheSettings):
+    """Options of every engine's connector; a subclass adds those of one engine.
+
+    Attributes:
         lookup_wait_ms: how long a request waits for the daemon's answer before it proceeds without
             the cache.
-        promotion_wait_ms: longest wait of a request for blocks being promoted from SSD, where the
-            wait is estimated to pay off.
         handover_wait_ms: how long a request that another engine has prefilled waits for its blocks.
         policy: ``auto`` loads a hit only where that is estimated to beat computing it; ``always``
             loads every hit.
@@ -56,7 +70,6 @@ class Settings:
             first loads do not wait for the machine's memory.
         lease_s: age at which an unused lease is released; the request then looks up again.
         pool_tokens: tokens for which empty slots are held ready; 0 for two steps' worth.
-        revision: identity of the weights, instead of the hub's revision or the files' digest.
         on_reset: effect of a reset of the engine's prefix cache on blocks in the daemon: ``drop``
             all of the namespace, ``keep`` them, or ``auto``: drop them if no other engine is
             attached to the namespace, or if weights are updated live.
@@ -64,11 +77,7 @@ class Settings:
             of their own.
     """
 
-    PLACE: ClassVar[str] = "options"
-
-    url: str = DEFAULT_URL
     lookup_wait_ms: int = between(250, 0, 60_000)
-    promotion_wait_ms: int = between(5000, 0, 600_000)
     handover_wait_ms: int = between(2000, 0, 600_000)
     policy: str = one_of("auto", "always")
     min_load_tokens: int = between(0, 0, 1 << 30)
@@ -80,7 +89,6 @@ class Settings:
     touch_pages: bool = True
     lease_s: int = between(10, 1, 600)
     pool_tokens: int = between(0, 0, 1 << 24)
-    revision: str = ""
     on_reset: str = one_of("auto", "drop", "keep")
     codec: str = one_of(*CODECS)
 
@@ -111,7 +119,7 @@ def parse_settings(
         low, high = limits.get("bounds", (value, value))
         if not low <= value <= high:
             raise _bad(kind, f"{name}={value} is not in {low}..{high}")
-    settings = kind(**{"url": environment.get(URL_ENV) or Settings.url, **given})
+    settings = kind(**{"url": environment.get(URL_ENV) or CacheSettings.url, **given})
     try:
         parse_url(settings.url)
     except KVHearthError as error:
@@ -128,5 +136,5 @@ def _is(value: object, wanted: type) -> bool:
     return type(value) is wanted or (wanted is float and type(value) is int)
 
 
-def _bad(kind: type[Settings], problem: str) -> KVHearthError:
+def _bad(kind: type[CacheSettings], problem: str) -> KVHearthError:
     return KVHearthError(Reason.CONFIG_INVALID, f"{kind.PLACE}: {problem}")
