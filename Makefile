@@ -14,7 +14,7 @@ ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 ENGINES_NEXT := $(ENGINES)-next
 VLLM_NEXT   ?= 0.33.0
 
-.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-engines-next test-vllm-suite lint types imports proto proto-check check bench-fronts bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-lmcache test-engines-next test-vllm-suite lint types imports proto proto-check check bench-fronts bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -59,7 +59,7 @@ test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: Seaweed
 	$(BIN)/pytest -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
 
 # `make test-all TEST_ALL='test-slow bench-ssd'` runs some of them.
-TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-engines-next test-vllm-suite \
+TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-lmcache test-engines-next test-vllm-suite \
   bench-local bench-stalls bench-ssd bench-fronts bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft
 
 test-all: ## everything that this machine can run, benches with --quick, and a table of it: hours; before an issue is closed, its parts
@@ -128,6 +128,13 @@ $(ENGINES)/.suite: $(ENGINES)/.ready tests/engines/suite-requirements.txt
 
 test-vllm-suite: $(VENV)/.ready $(ENGINES)/.suite ## vLLM's own scheduler and connector tests with our connector
 	$(BIN)/python tests/engines/vllm_suite.py $(TEST_ARGS)
+
+$(VENV)-lmcache/.kvhearth: $(VENV)-lmcache/.ready tests/engines/lmcache-requirements.txt pyproject.toml
+	$(VENV)-lmcache/bin/python -m pip --disable-pip-version-check -q install --no-deps -r tests/engines/lmcache-requirements.txt -e .
+	touch $@
+
+test-lmcache: $(VENV)/.ready $(VENV)-lmcache/.kvhearth ## LMCache's daemon, its benchmark and its tests of adapters, with ours as second level (1.4 GB)
+	$(BIN)/pytest -m engines $(wildcard tests/engines/test_lmcache*.py) $(TEST_ARGS)
 
 lint: $(VENV)/.ready   ## ruff: rules and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from engines.harness import (
     HOME,
+    LMCACHE,
     Engine,
     arguments,
     close_nursery,
@@ -24,14 +25,14 @@ DAEMON_MEMORY = "256MiB"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks every test here ``engines`` and skips it where their environment is not built."""
-    absent = pytest.mark.skip(reason="needs the engines' environment: make test-engines")
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
         item.add_marker("engines")
         item.add_marker(pytest.mark.timeout(ENGINE_TEST_S))
-        if not (HOME / ".ready").exists():
-            item.add_marker(absent)
+        home, target = (LMCACHE, "lmcache") if "lmcache" in item.path.name else (HOME, "engines")
+        if not (home / ".ready").exists():
+            item.add_marker(pytest.mark.skip(reason=f"needs an environment: make test-{target}"))
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOME = Path(os.environ.get("KVHEARTH_ENGINES_HOME", ROOT / ".venv-engines"))
 """The engines' environment; models and vLLM's caches live in it too."""
 PYTHON = HOME / "bin" / "python"
+LMCACHE = Path(os.environ.get("KVHEARTH_LMCACHE_HOME", ROOT / ".venv-lmcache"))
+"""The environment of LMCache's daemon."""
 LOAD_S = 180.0
 ANSWER_S = 120.0
 MIB = 1 << 20
