@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines.harness import LMCACHE
+from engines.harness import LMCACHE, ROOT
 from support.daemon import Daemon, free_port, running_daemon, until
 from support.tiers import flip, segment_files
 
@@ -207,7 +207,47 @@ def test_nobody_is_served_anothers_kv(lmcache: Lmcache, tmp_path: Path) -> None:
             lmcache.kill()
 
 
-def test_lmcaches_benchmark_verifies(lmcache: Lmcache) -> None:
+LOCKING = """
+import json, os, sys
+from kvhearth_lab.bench.fronts.lmcache import Jobs, Side, keys_of
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+jobs, keys = Jobs(1 << 16, 4), keys_of("locked", 4)
+side = Side(json.loads(sys.argv[1]), jobs.pool)
+side.store(keys, jobs.sources)
+side.adapter.submit_lookup_and_lock_task(keys, {0: jobs.layout})
+for unlocked in (keys[:0], keys[2:], keys[:2]):
+    side.adapter.submit_unlock(unlocked)
+    print(len(unlocked), file=answers, flush=True)
+    sys.stdin.readline()
+side.adapter.close()
+"""
+"""Looks four objects up and returns their locks, a line of input for each step."""
+
+
+def test_a_lookup_locks_until_all_of_it_is_unlocked() -> None:
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT / "lab")}
+    with running_daemon(**MEMORY) as daemon:
+        words = [str(PYTHON), "-c", LOCKING, adapter(daemon.url())]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment) as child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            for unlocked, leases in (("0", 1), ("2", 1), ("2", 0)):
+                assert child.stdout.readline().strip() == unlocked
+                until(
+                    lambda leases=leases: daemon.stats().leases == leases,
+                    f"{leases} leases",
+                    SETTLE_S,
+                )
+                child.stdin.write("\n")
+                child.stdin.flush()
+            assert child.wait(SETTLE_S) == 0
+        daemon.wait_quiet()
+
+
+def test_lmcaches_benchmark_verifies() -> None:
     words = [str(PYTHON), "-m", "lmcache.cli.main", "bench", "l2", "--rounds", "2"]
     words += ["--num-keys", "16", "--data-size-kb", "64", "--no-skip-verify"]
     words += ["--lookup-max-hit-rate", "0.5"]
