@@ -235,6 +235,8 @@ class Caller:
         self._counters.add(name)
         try:
             return work()
+        except NotSent as error:
+            reason = error.reason  # the session manager, or the call before, has logged why
         except KVHearthError as error:
             reason = error.reason
             self._warnings.warn(

@@ -213,7 +213,9 @@ def test_a_daemon_that_dies_in_mid_load(daemon: Daemon) -> None:
         assert engine.store(new_keys(30)).stored == 30
 
 
-def test_without_a_daemon_everything_has_an_outcome_and_a_reason() -> None:
+def test_without_a_daemon_everything_has_an_outcome_a_reason_and_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with (
         stopped_daemon(arena=False) as daemon,
         cached_engine(daemon.url(), ready=False, store_wait_s=AWAY_S) as engine,
@@ -229,6 +231,7 @@ def test_without_a_daemon_everything_has_an_outcome_and_a_reason() -> None:
         assert [(one.failed, one.reason) for one in done] == [(32, "daemon_away")] * 8
         assert engine.store(keys).reason == Reason.DAEMON_AWAY
         assert engine.counter("store_dropped") == 9 * 32
+        assert [line.partition(":")[0] for line in caplog.messages] == ["session.attach_failed"]
 
 
 # -- blocks that fail --------------------------------------------------------------------------
