@@ -13,8 +13,9 @@ ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check -q
 # The newest vLLM. There is no build of it for CPUs yet: its Python runs above the kernels of $(ENGINES).
 ENGINES_NEXT := $(ENGINES)-next
 VLLM_NEXT   ?= 0.33.0
+SGLANG      := $(VENV)-sglang
 
-.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-lmcache test-engines-next test-vllm-suite lint types imports proto proto-check check bench-fronts bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
+.PHONY: help remotes setup run test test-all test-lab mutate test-system test-remotes smoke rules test-slow torture test-hostile test-gpu gpu-kit gpu-run test-engines test-sglang test-lmcache test-engines-next test-vllm-suite lint types imports proto proto-check check bench-fronts bench-gpu bench-heart bench-local bench-peers bench-remote bench-remote-tier bench-scheduler bench-ssd bench-stalls bench-ttft format golden tools rootfs update wheels test-floors sbom advisories clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -59,7 +60,7 @@ test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: Seaweed
 	$(BIN)/pytest -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
 
 # `make test-all TEST_ALL='test-slow bench-ssd'` runs some of them.
-TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-lmcache test-engines-next test-vllm-suite \
+TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-sglang test-lmcache test-engines-next test-vllm-suite \
   bench-local bench-stalls bench-ssd bench-fronts bench-peers bench-remote bench-remote-tier bench-scheduler bench-ttft
 
 test-all: ## everything that this machine can run, benches with --quick, and a table of it: hours; before an issue is closed, its parts
@@ -121,6 +122,12 @@ $(ENGINES_NEXT)/.ready: $(ENGINES)/.ready tests/engines/overlay.py tests/engines
 test-engines-next: $(VENV)/.ready $(ENGINES_NEXT)/.ready $(ENGINES)/.suite ## the same, and vLLM's own tests, on the newest vLLM's Python above the older kernels
 	KVHEARTH_ENGINES_HOME=$(abspath $(ENGINES_NEXT)) $(BIN)/pytest -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
 	KVHEARTH_ENGINES_HOME=$(abspath $(ENGINES_NEXT)) $(BIN)/python tests/engines/vllm_suite.py
+
+$(SGLANG)/.ready: lab/environments/sglang.txt lab/environments/sglang.sh lab/environments/sglang_stubs.py $(ENGINES)/.packages pyproject.toml | $(VENV)/.ready
+	PYTHON=$(PYTHON) sh lab/environments/sglang.sh $(SGLANG) $(ENGINES) $(VENV)
+
+test-sglang: $(VENV)/.ready $(SGLANG)/.ready ## our back end under SGLang's own host pools, factory and controller, in an environment above the engines' (0.3 GB)
+	$(SGLANG)/bin/python -m pytest -m engines $(wildcard tests/engines/test_sglang*.py) $(TEST_ARGS)
 
 $(ENGINES)/.suite: $(ENGINES)/.ready tests/engines/suite-requirements.txt
 	$(ENGINES_PIP) install --no-deps -r tests/engines/suite-requirements.txt
@@ -231,7 +238,7 @@ wheels: $(WHEELS)/.ready ## wheels with the native module for x86-64 and ARM (di
 
 clean:           ## remove what make built
 	rm -f $(NATIVE)
-	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(ENGINES_NEXT) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis $(VENV)-remotes dist lab/gpu/kit
+	rm -rf $(WHEELS) $(VENV) $(VENV)-proto $(VENV)-tools $(SUPPLY) $(FLOORS) $(ENGINES) $(SGLANG) $(ENGINES_NEXT) $(ENGINES)-lmcache $(VENV)-lmcache $(VENV)-mooncake $(VENV)-redis $(VENV)-remotes dist lab/gpu/kit
 
 bench-heart: $(VENV)/.ready ## copy, restart and memory figures of the heart, in ratios within one run
 	$(BIN)/python lab/heart.py $(BENCH_ARGS)
