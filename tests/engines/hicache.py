@@ -5,6 +5,7 @@ prefetch and backup threads. Needs SGLang.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvhearth_lab.harness.engine import content
 
+EXAMPLE = Path(__file__).parents[2] / "deploy/examples/sglang/hicache.json"
 PAGE_TOKENS = 16
 PAGES = 64
 LAYERS = 3
@@ -93,15 +95,8 @@ def mamba_pool() -> Any:
 
 
 def extra(url: str, **options: Any) -> dict[str, Any]:
-    """Return the extra configuration of the README's line."""
-    return {
-        "backend_name": "kvhearth",
-        "module_path": "kvhearth.connectors.sglang",
-        "class_name": "KVHearthHiCache",
-        "interface_v1": 1,
-        "url": f"{url}&{PATIENT}",
-        **options,
-    }
+    """Return the example's configuration for a daemon's URL."""
+    return {**json.loads(EXAMPLE.read_text()), "url": f"{url}&{PATIENT}", **options}
 
 
 def config(options: dict[str, Any], **over: Any) -> HiCacheStorageConfig:

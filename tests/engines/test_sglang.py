@@ -254,7 +254,7 @@ def test_updated_weights_find_nothing_of_the_old_ones(daemon: Daemon, model: Pat
         assert server.prefetch("old", 8) == (0, [])
         assert server.back_up("old", 8) == 0
         flush(server)
-        assert server.back_up("new", 8) == 8
+        until(lambda: server.back_up("new", 8) == 8, "the new namespace is attached", REPLACED_S)
         assert server.prefetch("new", 8) == (8, [])
         get_context().override("test", weight_version="step-2")
         flush(server)
