@@ -281,6 +281,14 @@ class Cache:
         hit_blocks = found.hit_tokens // self._spec.block_tokens
         return Presence(hit_blocks, group.present, group.ready, found.eta_us / 1e6, found.reason)
 
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Mark blocks as used, in the background.
+
+        Raises:
+            TypeError: keys of another kind.
+        """
+        self.client.touch({_GROUP: self._names(keys)})
+
     def close(self, deadline_s: float = 30.0) -> bool:
         """Finish the transfers, then leave the daemon. Idempotent.
 

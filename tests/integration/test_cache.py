@@ -119,6 +119,19 @@ def test_any_pages_and_keys_that_fit_are_taken(daemon: Daemon) -> None:
     assert not wide[..., 1::2].any()
 
 
+def test_touched_blocks_outlive_others_of_their_age(daemon: Daemon) -> None:
+    keys = new_keys(100)
+    with cached_engine(daemon.url()) as engine:
+        assert engine.store(keys).stored == 100
+        engine.cache.touch(keys[:50])
+    with cached_engine(daemon.url(), engine_id="other") as engine:
+        for _ in range(3):  # more than the memory holds
+            assert engine.store(new_keys(100)).stored == 100
+        present = engine.cache.lookup(keys).present
+    assert present[:50].all(), present
+    assert not present[50:].any(), present
+
+
 def test_stores_end_in_the_order_of_their_calls(daemon: Daemon) -> None:
     order: list[int] = []
     with cached_engine(daemon.url()) as engine:
