@@ -22,6 +22,7 @@ from kvhearth.connectors.vllm.identity import (
     engine_contract,
     model_name_of,
     process_group_of,
+    tier_contract,
     weights_change,
     weights_of,
 )
@@ -358,3 +359,102 @@ def test_the_memory_of_adapters_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     for number in range(REMEMBERED_MAX + 10):
         adapters.digest(lora(str(tmp_path), number))
     assert len(adapters._digests) == REMEMBERED_MAX
+
+
+# -- chunks of vLLM's own offloading -----------------------------------------------------------
+
+
+def offloading(model: str = "org/model", **over: Any) -> Any:
+    """What vLLM tells a tier about the engine."""
+    parallel = {"tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1}
+    parallel |= {"is_parallelism_agnostic": False, **over.pop("parallel", {})}
+    values = {
+        "model": SimpleNamespace(name=model, dtype="bfloat16"),
+        "groups": (SimpleNamespace(tokens_per_block=16, layer_names=("layer.0", "layer.1")),),
+        "cache": SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=4),
+        "parallel": SimpleNamespace(**parallel),
+        "replicated_layout": False,
+        "canonical_layout": False,
+        "kv_cache_layout": "LBHNC",
+        **over,
+    }
+    return SimpleNamespace(**values)
+
+
+def chunks(config: Any, page_bytes: int = 1 << 20, **over: Any) -> Contract:
+    facts = {"version": "0.33.0", "run": "run", "given_revision": "", "live": False, **over}
+    return tier_contract(config, page_bytes, **facts)
+
+
+def served(folder: Path, name: str, content: bytes | None) -> str:
+    """Make a model's directory with this last name, with weights or without."""
+    model = folder / name / "served"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    if content is not None:
+        (model / "model.safetensors").write_bytes(content)
+    return str(model)
+
+
+def test_models_of_one_served_name_share_no_chunks(tmp_path: Path) -> None:
+    one, same, other = (
+        chunks(offloading(served(tmp_path, name, content)))
+        for name, content in (("a", b"weights"), ("b", b"weights"), ("c", b"Weights"))
+    )
+    assert one == same
+    assert one.revision != other.revision
+    assert not one.private
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "live", "revision"),
+    [
+        ("org/model", "", False, "private:run"),
+        ("org/model", "r1", False, "r1"),
+        ("org/model", "r1", True, "private:run"),
+        ("with weights", "r1", True, "private:run"),
+        ("without weights", "", False, "private:run"),
+        ("without weights", "r1", False, "r1"),
+    ],
+)
+def test_chunks_of_weights_without_a_name_are_private(
+    tmp_path: Path, model: str, given: str, live: bool, revision: str
+) -> None:
+    """vLLM names no revision; a directory without weights was filled from an object store."""
+    if not model.startswith("org/"):
+        model = served(tmp_path, model, b"weights" if model == "with weights" else None)
+    assert chunks(offloading(model), given_revision=given, live=live).revision == revision
+
+
+def test_each_part_of_a_chunk_is_in_its_contract() -> None:
+    known = chunks(offloading())
+    group = SimpleNamespace(tokens_per_block=16, layer_names=("layer.0",))
+    others = [
+        chunks(offloading(groups=(group,))),
+        chunks(offloading(cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=2))),
+        chunks(offloading(cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=2))),
+        chunks(offloading(kv_cache_layout="BLHNC")),
+        chunks(offloading(canonical_layout=True)),
+        chunks(offloading(parallel={"tp_size": 2, "is_parallelism_agnostic": True})),
+        chunks(offloading(parallel={"dcp_size": 2})),
+        chunks(offloading(), page_bytes=2 << 20),
+        chunks(offloading(), version="0.32.0"),
+    ]
+    assert len({known.to_json(), *(other.to_json() for other in others)}) == len(others) + 1
+    assert chunks(offloading(), version="0.33.7") == known
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"replicated_layout": True},
+        {"canonical_layout": True, "parallel": {"is_parallelism_agnostic": True}},
+    ],
+)
+def test_workers_that_hold_the_same_bytes_share_chunks(over: dict[str, Any]) -> None:
+    """A chunk in one copy for all workers, or in vLLM's format that no geometry changes."""
+    parallel = over.pop("parallel", {})
+    one, two = (
+        chunks(offloading(**over, parallel={**parallel, "tp_size": size})) for size in (1, 2)
+    )
+    assert one == two

@@ -255,6 +255,75 @@ def engine_contract(
     return contract.with_codec(codec)
 
 
+_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
+
+
+def tier_contract(
+    config: Any, page_bytes: int, *, version: str, run: str, given_revision: str, live: bool
+) -> Contract:
+    """Return the contract of chunks in the host memory of vLLM's own offloading.
+
+    vLLM tells a tier neither the weights' revision nor how it quantizes them: only the files of a
+    local model, or the user's own name, identify them. A directory without weights has been filled
+    from an object store; its digest would be that of the configuration alone.
+
+    Args:
+        config: vLLM's ``OffloadingConfig``.
+        page_bytes: size of a chunk over all workers of the host.
+        version: vLLM's.
+        run: name of this run of the engine, for weights that have no other.
+        given_revision: the user's own name of the weights, or empty.
+        live: True if the weights may be replaced while the engine runs.
+
+    Raises:
+        KVHearthError: ``bad_contract`` naming the part that is not valid.
+    """
+    name, parallel = str(config.model.name), config.parallel
+    local = Path(name).expanduser()
+    known = not local.is_dir() or any(path.suffix in _WEIGHTS for path in local.iterdir())
+    if live:
+        weights = Weights("live" if local.is_dir() else name, f"{PRIVATE}{run}")
+    elif known or given_revision:
+        weights = name_weights(name, "", run, given_revision, "secondary_tiers")
+    else:
+        log_event(
+            WARNING,
+            "weights.private",
+            "the model's directory has no weights, its KV is kept for this engine alone: set "
+            "'revision' in secondary_tiers to share it",
+            model=name,
+        )
+        weights = Weights("object store", f"{PRIVATE}{run}")
+    parts: dict[str, Any] = {
+        "groups": [(group.tokens_per_block, *group.layer_names) for group in config.groups],
+        "replicated": config.replicated_layout,
+        "canonical": config.canonical_layout,
+    }
+    alike = config.canonical_layout and parallel.is_parallelism_agnostic
+    if not (alike or config.replicated_layout):
+        # Each worker's part of a chunk follows the other's, in layouts that no other number has.
+        parts["workers"] = [
+            parallel.tp_size,
+            parallel.pp_size,
+            parallel.pcp_size,
+            parallel.dcp_size,
+        ]
+    text = json.dumps(parts, sort_keys=True)
+    minor = ".".join(version.split(".")[:2])
+    tokens, blocks = config.cache.tokens_per_hash, config.cache.blocks_per_chunk
+    return Contract(
+        model=weights.model,
+        revision=weights.revision,
+        quantization="untold",
+        model_dtype=str(config.model.dtype),
+        kv_dtype="uint8",
+        layout=f"vllm-{minor}/{config.kv_cache_layout}/{hashlib.sha256(text.encode()).hexdigest()}",
+        hash_bytes=36,
+        hash_algorithm=f"vllm-offload/{tokens}",
+        groups=(GroupSpec(GroupKind.FULL, tokens * blocks, page_bytes),),
+    )
+
+
 def adapter_digest(path: str) -> bytes:
     """Return the digest of a LoRA adapter's files, which vLLM's hashes know only by path.
 

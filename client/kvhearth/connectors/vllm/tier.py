@@ -1,0 +1,255 @@
+"""KVHearth as a secondary tier of vLLM's own offloading (``TieringOffloadingSpec``).
+
+vLLM copies KV between the GPU and its host memory, the primary tier. What is stored there comes
+here, too, and what has fallen out of it is looked up here. Blocks are rows of the primary tier: the
+only copy is between a row and a slot in the daemon's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Collection, Iterable
+from concurrent.futures import wait
+from logging import WARNING
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.version import __version__
+
+import kvhearth
+from kvhearth.cache import Cache
+from kvhearth.connectors.core.settings import URL_ENV
+from kvhearth.connectors.vllm.identity import tier_contract
+from kvhearth.counters import log_event
+from kvhearth.errors import KVHearthError, Reason
+from kvhearth.fail_open import parse_arguments
+from kvhearth.results import PromotionWait
+from kvhearth.transfer.lanes import Transfer
+from kvhearth.url import DEFAULT_URL
+
+DRAIN_S = 60.0
+"""Longest wait for the jobs under way at a reset of vLLM's cache."""
+LOAD_S = 5.0
+"""Longest wait of a load for chunks that are promoted."""
+REMOTE_S = 0.25
+"""Longest time that a lookup waits for the answers of the daemon's remotes."""
+ON_RESET = ("auto", "drop", "keep")
+
+
+class KVHearthTier(SecondaryTierManager):
+    """Chunks of vLLM's primary tier, kept in a KVHearth daemon.
+
+    vLLM's factory makes it from an entry of ``secondary_tiers``; the arguments after
+    ``backpressure_detector`` are options of that entry. vLLM calls it in the scheduler process, one
+    method at a time. No method but ``drain_jobs`` and ``shutdown`` waits for the daemon.
+
+    Args:
+        offloading_spec: vLLM's; its ``config`` describes the engine.
+        primary_kv_view: memory of the primary tier, one chunk a row.
+        tier_type: name of the tier in vLLM's metrics.
+        backpressure_detector: vLLM's, or None.
+        url: the daemon's address; "" for ``$KVHEARTH_URL``, else this user's daemon, else the
+            system's.
+        revision: the user's own name for the weights; "" for the digest of a model's directory, or
+            the commit in a model's name.
+        on_reset: effect of a reset of vLLM's cache on the blocks in the daemon: ``drop`` all of the
+            namespace, ``keep`` them, or ``auto``: drop them if no other engine is attached to it.
+
+    Raises:
+        KVHearthError: ``bad_url``, ``bad_contract`` or ``config_invalid`` for options that cannot
+            be right.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        url: str = "",
+        revision: str = "",
+        on_reset: str = ON_RESET[0],
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if on_reset not in ON_RESET:
+            raise KVHearthError(
+                Reason.CONFIG_INVALID,
+                f"secondary_tiers: on_reset={on_reset!r} is not one of {', '.join(ON_RESET)}",
+            )
+        self._on_reset = on_reset
+        self._kv = kvhearth.PagedKV([np.asarray(primary_kv_view).view(np.uint8)])
+        config = offloading_spec.config
+        self._contract = tier_contract(
+            config,
+            self._kv.page_bytes,
+            version=__version__,
+            run=f"{config.engine_id}/{secrets.token_hex(8)}",
+            given_revision=revision,
+            live=on_reset == "drop",
+        )
+        url = url or os.environ.get(URL_ENV) or DEFAULT_URL
+        self._cache = kvhearth.open(url, self._contract)
+        self._lookup_manager = _Lookups(self._cache, tier_type)
+        self._jobs: dict[int, tuple[TransferJob, Transfer[Any] | None]] = {}
+        # The last key of each live request that was stored or loaded: parent of its next one.
+        self._requests: dict[str, bytes | None] = {}
+        self._outdated: set[str] = set()
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Begin a request; each chunk is stored once, when it is computed."""
+        self._requests[req_context.req_id] = None
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget a request; none of its jobs is submitted after this."""
+        self._lookup_manager.cleanup(req_context.req_id)
+        self._requests.pop(req_context.req_id, None)
+        self._outdated.discard(req_context.req_id)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether the daemon has a chunk; RETRY until its answer is here."""
+        found = self._lookup_manager.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Ask the daemon for the keys of this step."""
+        self._lookup_manager.flush()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Mark chunks as used."""
+        self._cache.touch(keys)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begin to store chunks of the primary tier."""
+        request = job_metadata.req_context.req_id
+        if request in self._outdated:  # older weights computed a part of it
+            self._jobs[job_metadata.job_id] = job_metadata, None
+            return
+        self._submit(job_metadata, parent=self._requests.get(request))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begin to load chunks into the primary tier."""
+        self._submit(job_metadata, wait_s=LOAD_S)
+
+    def _submit(self, job: TransferJob, **options: Any) -> None:
+        keys = list(job.keys)
+        begin = self._cache.load if job.is_promotion else self._cache.store
+        # A job that is not valid fails; an exception would end the engine.
+        future = parse_arguments(
+            lambda chunks: begin(keys, kvhearth.Pages(self._kv, chunks), **options), job.chunk_ids
+        )
+        self._jobs[job.job_id] = job, future
+        if keys and job.req_context.req_id in self._requests:
+            self._requests[job.req_context.req_id] = keys[-1]
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that ended since the last call.
+
+        Keys of failed loads become misses: vLLM would load them again and again.
+        """
+        ended = [
+            number for number, (_, future) in self._jobs.items() if future is None or future.done()
+        ]
+        return [self._finish(*self._jobs.pop(number)) for number in ended]
+
+    def _finish(self, job: TransferJob, future: Transfer[Any] | None) -> JobResult:
+        done = None if future is None else future.result(0)
+        took = (None, None) if done is None else (done.copy_s, done.bytes)
+        if not job.is_promotion:
+            return JobResult(job.job_id, done is not None and not done.failed, None, *took)
+        flags = [False] * len(job.keys) if done is None else done.loaded
+        good = tuple(key for key, loaded in zip(job.keys, flags, strict=True) if loaded)
+        failed = set(job.keys).difference(good)
+        self._lookup_manager.mark_miss(failed)
+        return JobResult(job.job_id, not failed, good or None, *took)
+
+    def drain_jobs(self) -> None:
+        """Wait until no job touches the primary tier; vLLM resets its cache then.
+
+        Raises:
+            TimeoutError: a job still runs after a minute; vLLM must not reuse its chunks.
+        """
+        futures = [future for _, future in self._jobs.values() if future is not None]
+        if wait(futures, DRAIN_S).not_done:
+            raise TimeoutError("KVHearth's copies from and to the primary tier have not ended")
+        client = self._cache.client
+        if self._on_reset == "drop":
+            client.bump_epoch()
+        elif self._on_reset == "keep" or not client.drop_if_alone():
+            log_event(
+                WARNING,
+                "reset.kept_blocks",
+                "blocks in the KVHearth daemon are kept, since other engines share them or it was "
+                "told so; set on_reset=drop if new weights were loaded",
+                set_in="secondary_tiers",
+            )
+            return
+        self._outdated.update(self._requests)
+
+    def shutdown(self) -> None:
+        """End all jobs and leave the daemon.
+
+        Raises:
+            TimeoutError: a copy still runs; vLLM must keep the primary tier's memory.
+        """
+        self._lookup_manager.shutdown()
+        if not self._cache.close():
+            raise TimeoutError("KVHearth's copies from and to the primary tier have not ended")
+        # vLLM unmaps the primary tier next, which fails while anything views it.
+        self.__dict__.pop("_kv", None)
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of ``config_info``, for vLLM's metric of its configuration."""
+        return ("kvhearth_model", "kvhearth_revision")
+
+    def config_info(self) -> dict[str, str]:
+        """Return the identity of the weights, by which engines share blocks."""
+        values = (self._contract.model, self._contract.revision)
+        return dict(zip(self.config_info_keys({}), values, strict=True))
+
+
+class _Lookups(AsyncLookupManager):
+    """Asks the daemon on vLLM's thread for lookups."""
+
+    def __init__(self, cache: Cache, tier_type: str) -> None:
+        self._cache = cache
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> list[bool]:
+        """Return which chunks the daemon has, and begin to promote those on slower tiers."""
+        clock = self._cache.client.clock
+        wait = PromotionWait(clock.now() + REMOTE_S)
+        while True:
+            found = self._cache.lookup(keys, prefetch=True)
+            now = clock.now()
+            # An estimate with nothing to promote: the daemon is asking its remotes.
+            promoting = bool((found.present & ~found.ready).any())
+            if promoting or not wait.answered(round(found.eta_s * 1e6), now):
+                present: list[bool] = found.present.tolist()
+                return present
+            time.sleep(wait.due_at - now)
+
+    def mark_miss(self, keys: Collection[OffloadKey]) -> None:
+        """Make answers misses. Keys that a later request is asking for again get their own answer:
+        vLLM 0.32 would stop at it.
+        """
+        states = self._lookup_state
+        super().mark_miss([key for key in keys if key in states and states[key].result is not None])

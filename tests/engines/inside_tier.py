@@ -1,0 +1,218 @@
+"""vLLM's own offloading with KVHearth below it: everything but the copies from and to a GPU.
+
+Runs in the engines' environment, as ``inside``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from typing import Any
+
+import numpy as np
+from vllm.plugins import load_general_plugins
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+CHUNKS = 12
+CHUNK_BYTES = 256 << 10
+PRIMARY_CHUNKS = 16
+WAIT_S = 60.0
+KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(CHUNKS)]
+
+
+def chunks() -> np.ndarray:
+    """Return the chunks' bytes, of shape (CHUNKS, CHUNK_BYTES)."""
+    return np.random.default_rng(33).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
+
+
+class Engine:
+    """The scheduler's half of an engine with ``TieringOffloadingSpec``.
+
+    Args:
+        model: name or directory of the model.
+        options: entry of ``secondary_tiers``, but its ``type``.
+    """
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        load_general_plugins()
+        extra = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": PRIMARY_CHUNKS * CHUNK_BYTES,
+            "secondary_tiers": [{"type": "KVHearthTier", **options}],
+        }
+        config = OffloadingConfig(
+            groups=(OffloadingGroupConfig(16, ("layer",), 0),),
+            worker_kv_bytes_per_block=CHUNK_BYTES,
+            enable_kv_cache_events=False,
+            extra_config=extra,
+            engine_id=f"test-{os.getpid()}-{secrets.token_hex(4)}",
+            model=OffloadingModelConfig(model, "float16"),
+            cache=OffloadingCacheConfig(16, 1),
+            parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+        )
+        self.manager = OffloadingSpecFactory.create_spec(config).get_manager()
+        (self.tier,) = self.manager.secondary_tiers
+        primary = self.manager.primary_tier
+        self.mapped = primary._mmap_region.mmap_obj
+        self.rows = np.asarray(primary.get_kv_memoryview()).view(np.uint8)
+        self._stored: list[bool] = []
+        self._jobs_of = self.tier.get_finished_jobs
+        self.tier.get_finished_jobs = self._finished
+        self.request = ReqContext("request")
+        self.manager.on_new_request(self.request)
+
+    def step(self) -> None:
+        """End a step of the scheduler."""
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def steps_until(self, condition: Callable[[], Any], what: str) -> None:
+        """Run steps until ``condition()``."""
+        end = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < end, what
+            self.step()
+            time.sleep(0.002)
+
+    def store(self) -> list[bool]:
+        """Store the chunks as a GPU's worker would, and wait; return the jobs' results."""
+        self._stored.clear()
+        out = self.manager.prepare_store(KEYS, self.request)
+        for key, row in zip(out.keys_to_store, out.store_spec.chunk_ids, strict=True):
+            self.rows[row] = chunks()[KEYS.index(key)]
+        self.manager.complete_store(KEYS, self.request)
+        self.steps_until(lambda: not self.manager.has_pending_work(), "stores end")
+        return list(self._stored)
+
+    def _finished(self) -> list[Any]:
+        jobs = list(self._jobs_of())
+        self._stored += [job.success for job in jobs]
+        return jobs
+
+    def looked_up(self) -> list[str]:
+        """Look the chunks up, step by step, until each is in the primary tier or a miss."""
+        names: list[str] = []
+
+        def settled() -> bool:
+            names[:] = [self.manager.lookup(key, self.request).name for key in KEYS]
+            return not {"RETRY", "HIT_PENDING"} & set(names)
+
+        self.steps_until(settled, "lookups end")
+        return names
+
+    def equal(self, names: list[str]) -> bool:
+        """Return whether the chunks that were found are those that were stored."""
+        found = [number for number, name in enumerate(names) if name == LookupResult.HIT.name]
+        keys = [KEYS[number] for number in found]
+        rows = self.manager.prepare_load(keys, self.request).chunk_ids
+        equal = np.array_equal(self.rows[rows], chunks()[found])
+        self.manager.complete_load(keys, self.request)
+        return equal
+
+    def close(self) -> None:
+        """Shut down; the primary tier's memory must be free then."""
+        self.manager.on_request_finished(self.request)
+        self.step()
+        del self.rows
+        self.manager.shutdown()
+        assert self.mapped.closed, "something still views the primary tier"
+
+
+@contextlib.contextmanager
+def running(model: str, options: dict[str, Any]) -> Iterator[Engine]:
+    """An engine that is shut down at the end."""
+    engine = Engine(model, options)
+    yield engine
+    engine.close()
+
+
+def store(model: str, options: dict[str, Any]) -> list[bool]:
+    """Return the results of an engine's stores."""
+    with running(model, options) as engine:
+        return engine.store()
+
+
+def load(model: str, options: dict[str, Any]) -> tuple[list[str], bool]:
+    """Return what an engine finds, and whether its bytes are those that were stored."""
+    with running(model, options) as engine:
+        names = engine.looked_up()
+        return names, engine.equal(names)
+
+
+def lose(model: str, options: dict[str, Any], pid: int) -> dict[str, Any]:
+    """Kill the daemon once its answers are here, before the loads begin; then go on."""
+    with running(model, options) as engine:
+        tier = engine.tier
+        for key in KEYS:
+            tier.lookup(key, engine.request)
+        tier.on_schedule_end(ScheduleEndContext((), ()))
+        answers = tier._lookup_manager._pending_results
+        answers.put(answers.get(timeout=WAIT_S))
+        promised = {tier.lookup(key, engine.request).name for key in KEYS}
+        os.kill(pid, signal.SIGKILL)
+        names = engine.looked_up()
+        return {"promised": list(promised), "names": names, "stored": engine.store()}
+
+
+def fail_late(model: str, options: dict[str, Any]) -> list[str]:
+    """Let a load fail whose request has ended, while another request asks for the key."""
+    with running(model, options) as engine:
+        tier, key, second = engine.tier, KEYS[0], ReqContext("second")
+        job = TransferJob(1, [key], np.array([0]), is_promotion=True, req_context=engine.request)
+        tier.submit_load(job)
+        names = [tier.lookup(key, second).name]
+        tier.on_schedule_end(ScheduleEndContext((), ()))
+        wait([tier._jobs[1][1]], WAIT_S)
+        names += [str(job.success) for job in engine._jobs_of()]
+        answers = tier._lookup_manager._pending_results
+        answers.put(answers.get(timeout=WAIT_S))
+        names.append(tier.lookup(key, second).name)
+        tier.on_request_finished(second)
+        return names
+
+
+def reset(model: str, options: dict[str, Any], *, shared: bool) -> dict[str, Any]:
+    """Reset vLLM's cache between two stores of a request, and look its chunks up.
+
+    Args:
+        shared: another engine is attached to the namespace.
+    """
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage().partition(":")[0])
+    logging.getLogger("kvhearth").addHandler(handler)
+    with contextlib.ExitStack() as stack:
+        if shared:
+            stack.enter_context(running(model, options))
+        engine = stack.enter_context(running(model, options))
+        stored = engine.store()
+        forget(engine)
+        stored += engine.store()
+        forget(engine)
+        return {"stored": stored, "names": engine.looked_up(), "warnings": warnings}
+
+
+def forget(engine: Engine) -> None:
+    """Reset as vLLM does for new weights; 0.33 holds promotions until its workers are done."""
+    engine.manager.reset_cache()
+    if hasattr(engine.manager, "on_reset_flushed"):
+        engine.manager.on_reset_flushed()

@@ -1,0 +1,136 @@
+"""KVHearth below vLLM's own offloading: its real spec, manager, primary tier and lookups, without
+the copies from and to a GPU. Each call of ``inside`` is an engine of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines.harness import inside
+from support.daemon import Daemon, running_daemon, until
+
+CHUNKS, CHUNK_BYTES = 12, 256 << 10
+HITS, MISSES = ["HIT"] * CHUNKS, ["MISS"] * CHUNKS
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running_daemon() as daemon:
+        yield daemon
+        if not daemon.dead:
+            daemon.wait_quiet()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return weights(tmp_path / "a", b"weights")
+
+
+def weights(folder: Path, content: bytes) -> str:
+    """Make a model's directory; all of them have the same name."""
+    model = folder / "served"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(content)
+    return str(model)
+
+
+def engine(logs: Path, function: str, model: str, daemon: Daemon, **given: Any) -> Any:
+    options = {"url": daemon.url(), **given.pop("options", {})}
+    return inside(logs, f"engines.inside_tier:{function}", model=model, options=options, **given)
+
+
+def test_another_engine_finds_the_first_ones_blocks(
+    logs: Path, daemon: Daemon, model: str, tmp_path: Path
+) -> None:
+    """Also after the daemon was killed; an engine with other weights does not."""
+    assert engine(logs, "load", model, daemon)[0] == MISSES
+    assert engine(logs, "store", model, daemon) == [True]
+    assert engine(logs, "load", model, daemon) == [HITS, True]
+    daemon.restart()
+    same = weights(tmp_path / "b", b"weights")
+    assert engine(logs, "load", same, daemon) == [HITS, True]
+    other = weights(tmp_path / "c", b"Weights")
+    assert engine(logs, "load", other, daemon)[0] == MISSES
+
+
+def test_blocks_on_ssd_are_promoted_by_lookups(logs: Path, model: str, tmp_path: Path) -> None:
+    options = {"ssd_dirs": [f"{tmp_path}/ssd=64MiB"], "ssd_segment_bytes": "2MiB"}
+    with running_daemon(arena=False, **options) as daemon:
+        assert engine(logs, "store", model, daemon) == [True]
+        until(lambda: daemon.counters().get("demoted_blocks", 0) >= CHUNKS, "all are on SSD")
+        daemon.restart()
+        until(lambda: daemon.read_back, "the log is read back")
+        assert engine(logs, "load", model, daemon) == [HITS, True]
+
+
+def test_blocks_come_from_a_remote(logs: Path, model: str, tmp_path: Path) -> None:
+    """The daemon asks its remotes only when a lookup comes; the answer is awaited."""
+    shared = {"remote": f"file://{tmp_path}/shared", "remote_write": "all"}
+    (tmp_path / "shared").mkdir()
+    with running_daemon(arena=False, **shared) as one:
+        assert engine(logs, "store", model, one) == [True]
+        until(lambda: one.counters()["published_blocks"] >= CHUNKS, "blocks are published")
+    with running_daemon(arena=False, **shared) as other:
+        assert engine(logs, "load", model, other) == [HITS, True]
+
+
+def test_a_flipped_bit_is_a_miss(logs: Path, daemon: Daemon, model: str) -> None:
+    assert engine(logs, "store", model, daemon) == [True]
+    flip(daemon, chunk=7)
+    names, equal = engine(logs, "load", model, daemon)
+    assert names == [*HITS[:7], "MISS", *HITS[8:]]
+    assert equal
+
+
+def flip(daemon: Daemon, chunk: int) -> None:
+    """Flip a bit of a stored chunk in the daemon's memory."""
+    data = np.random.default_rng(33).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
+    mark = data[chunk, 4096:4160].tobytes()
+    assert daemon.arena_dir is not None
+    files = [path for path in daemon.arena_dir.rglob("*") if path.is_file()]
+    [path] = [path for path in files if mark in path.read_bytes()]
+    with path.open("r+b") as file:
+        file.seek(path.read_bytes().find(mark))
+        file.write(bytes([mark[0] ^ 1]))
+
+
+def test_a_daemon_killed_before_the_loads_is_a_miss(logs: Path, daemon: Daemon, model: str) -> None:
+    assert engine(logs, "store", model, daemon) == [True]
+    found = engine(logs, "lose", model, daemon, pid=daemon.pid)
+    assert found == {"promised": ["HIT"], "names": MISSES, "stored": [False]}
+
+
+def test_a_load_that_fails_late_leaves_a_newer_lookup(
+    logs: Path, daemon: Daemon, model: str
+) -> None:
+    found = engine(logs, "fail_late", model, daemon)
+    assert found == ["RETRY", "False", "MISS"]
+
+
+@pytest.mark.parametrize(
+    ("on_reset", "shared", "kept"),
+    [("auto", False, False), ("auto", True, True), ("drop", False, False), ("keep", False, True)],
+)
+def test_a_reset_drops_blocks_and_what_older_weights_began(
+    logs: Path, daemon: Daemon, model: str, on_reset: str, *, shared: bool, kept: bool
+) -> None:
+    """The request whose chunks are stored twice began before the reset."""
+    options = {"on_reset": on_reset}
+    found = engine(logs, "reset", model, daemon, options=options, shared=shared)
+    assert found["stored"] == [True, kept]
+    assert found["names"] == (HITS if kept else MISSES)
+    assert ("reset.kept_blocks" in found["warnings"]) == kept
+
+
+def test_bad_options_are_refused_by_name(logs: Path, daemon: Daemon, model: str) -> None:
+    for options, said in (
+        ({"on_reset": "never"}, "on_reset='never' is not one of auto, drop, keep"),
+        ({"url": "http://x"}, "bad_url"),
+        ({"revison": "x"}, "revison"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            engine(logs, "store", model, daemon, options=options)
