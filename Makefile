@@ -133,8 +133,9 @@ $(ENGINES)/.suite: $(ENGINES)/.ready tests/engines/suite-requirements.txt
 	$(ENGINES_PIP) install --no-deps -r tests/engines/suite-requirements.txt
 	touch $@
 
-test-vllm-suite: $(VENV)/.ready $(ENGINES)/.suite ## vLLM's own scheduler and connector tests with our connector
+test-vllm-suite: $(VENV)/.ready $(ENGINES)/.suite ## vLLM's own tests of its scheduler, connectors and tiers with our connector and our tier
 	$(BIN)/python tests/engines/vllm_suite.py $(TEST_ARGS)
+	$(BIN)/python tests/engines/vllm_tier_suite.py $(TEST_ARGS)
 
 $(VENV)-lmcache/.kvhearth: $(VENV)-lmcache/.ready tests/engines/lmcache-requirements.txt pyproject.toml
 	$(VENV)-lmcache/bin/python -m pip --disable-pip-version-check -q install --no-deps -r tests/engines/lmcache-requirements.txt -e .
