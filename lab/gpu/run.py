@@ -66,6 +66,7 @@ PLAN = (
     Part("faults", "gpu_parts.faults", 55),
     Part("verification", "gpu_parts.verification", 35),
     Part("suite", "gpu_parts.suite", 60),
+    Part("tier", "gpu_parts.tier", 120),
 )
 """Most important first: what the whole run's bound cuts off is its end."""
 
