@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 CHUNKS = 12
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 4 << 20
 PRIMARY_CHUNKS = 16
 WAIT_S = 60.0
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(CHUNKS)]
@@ -181,7 +181,7 @@ def fail_late(model: str, options: dict[str, Any]) -> list[str]:
         tier.submit_load(job)
         names = [tier.lookup(key, second).name]
         tier.on_schedule_end(ScheduleEndContext((), ()))
-        wait([tier._jobs[1][1]], WAIT_S)
+        wait(tier._jobs[1][1], WAIT_S)
         names += [str(job.success) for job in engine._jobs_of()]
         answers = tier._lookup_manager._pending_results
         answers.put(answers.get(timeout=WAIT_S))

@@ -13,13 +13,15 @@ import pytest
 from engines.harness import inside
 from support.daemon import Daemon, running_daemon, until
 
-CHUNKS, CHUNK_BYTES = 12, 256 << 10
+CHUNKS, CHUNK_BYTES = 12, 4 << 20
+"""A load of all of them has two parts."""
+MEMORY = {"memory": "96MiB", "slab_bytes": "8MiB"}
 HITS, MISSES = ["HIT"] * CHUNKS, ["MISS"] * CHUNKS
 
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with running_daemon() as daemon:
+    with running_daemon(**MEMORY) as daemon:
         yield daemon
         if not daemon.dead:
             daemon.wait_quiet()
@@ -58,8 +60,8 @@ def test_another_engine_finds_the_first_ones_blocks(
 
 
 def test_blocks_on_ssd_are_promoted_by_lookups(logs: Path, model: str, tmp_path: Path) -> None:
-    options = {"ssd_dirs": [f"{tmp_path}/ssd=64MiB"], "ssd_segment_bytes": "2MiB"}
-    with running_daemon(arena=False, **options) as daemon:
+    options = {"ssd_dirs": [f"{tmp_path}/ssd=256MiB"], "ssd_segment_bytes": "16MiB"}
+    with running_daemon(arena=False, **MEMORY, **options) as daemon:
         assert engine(logs, "store", model, daemon) == [True]
         until(lambda: daemon.counters().get("demoted_blocks", 0) >= CHUNKS, "all are on SSD")
         daemon.restart()
@@ -71,18 +73,18 @@ def test_blocks_come_from_a_remote(logs: Path, model: str, tmp_path: Path) -> No
     """The daemon asks its remotes only when a lookup comes; the answer is awaited."""
     shared = {"remote": f"file://{tmp_path}/shared", "remote_write": "all"}
     (tmp_path / "shared").mkdir()
-    with running_daemon(arena=False, **shared) as one:
+    with running_daemon(arena=False, **MEMORY, **shared) as one:
         assert engine(logs, "store", model, one) == [True]
         until(lambda: one.counters()["published_blocks"] >= CHUNKS, "blocks are published")
-    with running_daemon(arena=False, **shared) as other:
+    with running_daemon(arena=False, **MEMORY, **shared) as other:
         assert engine(logs, "load", model, other) == [HITS, True]
 
 
 def test_a_flipped_bit_is_a_miss(logs: Path, daemon: Daemon, model: str) -> None:
     assert engine(logs, "store", model, daemon) == [True]
-    flip(daemon, chunk=7)
+    flip(daemon, chunk=9)
     names, equal = engine(logs, "load", model, daemon)
-    assert names == [*HITS[:7], "MISS", *HITS[8:]]
+    assert names == [*HITS[:9], "MISS", *HITS[10:]]
     assert equal
 
 

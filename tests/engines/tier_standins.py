@@ -102,4 +102,5 @@ class ExampleSecondaryTierManager(KVHearthTier):
         self._wait()
 
     def _wait(self) -> None:
-        assert not wait([future for _, future in self._jobs.values()], WAIT_S).not_done
+        futures = [future for _, some in self._jobs.values() for future in some]
+        assert not wait(futures, WAIT_S).not_done
