@@ -267,8 +267,8 @@ bench-remote-tier: $(VENV)/.ready $(VENV)-remotes/.ready ## a remote's driver in
 bench-ssd: $(VENV)/.ready $(VENV)-lmcache/.ready $(ENGINES)/.packages ## the SSD tier against its own drive, and others' files; the last line is one JSON object (needs 5 GiB of the drive)
 	$(BIN)/kvhearth bench ssd --json --lmcache $(VENV)-lmcache/bin/python --vllm $(ENGINES)/bin/python $(BENCH_ARGS)
 
-bench-fronts: $(VENV)/.ready $(ENGINES)/.ready $(VENV)-lmcache/.ready ## vLLM's tiers, SGLang's HiCache and LMCache's L2 over KVHearth and over their own files; the last line is one JSON object (needs 5 GiB of the drive)
-	$(BIN)/kvhearth bench fronts --json --vllm $(ENGINES)/bin/python --sglang $(VENV)-sglang/bin/python --lmcache $(VENV)-lmcache/bin/python $(BENCH_ARGS)
+bench-fronts: $(VENV)/.ready $(ENGINES)/.ready $(SGLANG)/.ready $(VENV)-lmcache/.kvhearth ## vLLM's tiers, SGLang's HiCache and LMCache's L2 over KVHearth and over their own files; the last line is one JSON object (needs 5 GiB of the drive)
+	$(BIN)/kvhearth bench fronts --json --vllm $(ENGINES)/bin/python --sglang $(SGLANG)/bin/python --lmcache $(VENV)-lmcache/bin/python $(BENCH_ARGS)
 
 bench-scheduler: $(VENV)/.ready $(ENGINES)/.ready ## processor time of vLLM's scheduler thread with KVHearth, with its own offloading, with neither; the last line is one JSON object
 	$(BIN)/kvhearth bench scheduler --json --engine-python $(ENGINES)/bin/python $(BENCH_ARGS)
