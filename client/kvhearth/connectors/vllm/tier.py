@@ -7,11 +7,11 @@ only copy is between a row and a slot in the daemon's memory.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import wait
+from dataclasses import dataclass
 from functools import partial
 from logging import WARNING
 from typing import Any, ClassVar
@@ -31,48 +31,51 @@ from vllm.version import __version__
 
 import kvhearth
 from kvhearth.cache import Cache
-from kvhearth.connectors.core.settings import URL_ENV
+from kvhearth.connectors.core.settings import CacheSettings, one_of, parse_settings
 from kvhearth.connectors.vllm.identity import tier_contract
 from kvhearth.counters import log_event
-from kvhearth.errors import KVHearthError, Reason
 from kvhearth.fail_open import parse_arguments
 from kvhearth.results import PromotionWait
 from kvhearth.transfer.lanes import Transfer
-from kvhearth.url import DEFAULT_URL
 
 DRAIN_S = 60.0
 """Longest wait for the jobs under way at a reset of vLLM's cache."""
 LOAD_BYTES = 32 << 20
 """Most bytes of a load, unless a chunk has more: one is copied while the next is promoted."""
-LOAD_S = 5.0
-"""Longest wait of a load for chunks that are promoted."""
 REMOTE_S = 0.25
 """Longest time that a lookup waits for the answers of the daemon's remotes."""
-ON_RESET = ("auto", "drop", "keep")
+
+
+@dataclass(frozen=True)
+class TierSettings(CacheSettings):
+    """Options of an entry of ``secondary_tiers``.
+
+    Attributes:
+        on_reset: effect of a reset of vLLM's cache on the blocks in the daemon: ``drop`` all of the
+            namespace, ``keep`` them, or ``auto``: drop them if no other engine is attached to it.
+    """
+
+    PLACE: ClassVar[str] = "secondary_tiers"
+
+    on_reset: str = one_of("auto", "drop", "keep")
 
 
 class KVHearthTier(SecondaryTierManager):
     """Chunks of vLLM's primary tier, kept in a KVHearth daemon.
 
-    vLLM's factory makes it from an entry of ``secondary_tiers``; the arguments after
-    ``backpressure_detector`` are options of that entry. vLLM calls it in the scheduler process, one
-    method at a time. No method but ``drain_jobs`` and ``shutdown`` waits for the daemon.
+    vLLM's factory makes it from an entry of ``secondary_tiers``. vLLM calls it in the scheduler
+    process, one method at a time. No method but ``drain_jobs`` and ``shutdown`` waits for the
+    daemon.
 
     Args:
         offloading_spec: vLLM's; its ``config`` describes the engine.
         primary_kv_view: memory of the primary tier, one chunk a row.
         tier_type: name of the tier in vLLM's metrics.
         backpressure_detector: vLLM's, or None.
-        url: the daemon's address; "" for ``$KVHEARTH_URL``, else this user's daemon, else the
-            system's.
-        revision: the user's own name for the weights; "" for the digest of a model's directory, or
-            the commit in a model's name.
-        on_reset: effect of a reset of vLLM's cache on the blocks in the daemon: ``drop`` all of the
-            namespace, ``keep`` them, or ``auto``: drop them if no other engine is attached to it.
+        options: those of ``TierSettings``.
 
     Raises:
-        KVHearthError: ``bad_url``, ``bad_contract`` or ``config_invalid`` for options that cannot
-            be right.
+        KVHearthError: ``config_invalid``, ``bad_url`` or ``bad_contract`` for wrong options.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -83,18 +86,10 @@ class KVHearthTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
-        *,
-        url: str = "",
-        revision: str = "",
-        on_reset: str = ON_RESET[0],
+        **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        if on_reset not in ON_RESET:
-            raise KVHearthError(
-                Reason.CONFIG_INVALID,
-                f"secondary_tiers: on_reset={on_reset!r} is not one of {', '.join(ON_RESET)}",
-            )
-        self._on_reset = on_reset
+        self._settings = parse_settings(TierSettings, options)
         self._kv = kvhearth.PagedKV([np.asarray(primary_kv_view).view(np.uint8)])
         self._load_chunks = max(LOAD_BYTES // self._kv.page_bytes, 1)
         config = offloading_spec.config
@@ -103,11 +98,10 @@ class KVHearthTier(SecondaryTierManager):
             self._kv.page_bytes,
             version=__version__,
             run=f"{config.engine_id}/{secrets.token_hex(8)}",
-            given_revision=revision,
-            live=on_reset == "drop",
+            given_revision=self._settings.revision,
+            live=self._settings.on_reset == "drop",
         )
-        url = url or os.environ.get(URL_ENV) or DEFAULT_URL
-        self._cache = kvhearth.open(url, self._contract)
+        self._cache = kvhearth.open(self._settings.url, self._contract)
         self._lookup_manager = _Lookups(self._cache, tier_type)
         self._jobs: dict[int, tuple[TransferJob, list[Transfer[Any] | None]]] = {}
         # The last key of each live request that was stored or loaded: parent of its next one.
@@ -151,7 +145,8 @@ class KVHearthTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Begin to load chunks into the primary tier."""
-        self._submit(job_metadata, self._cache.load, self._load_chunks, wait_s=LOAD_S)
+        wait_s = self._settings.promotion_wait_ms / 1000
+        self._submit(job_metadata, self._cache.load, self._load_chunks, wait_s=wait_s)
 
     def _submit(
         self, job: TransferJob, begin: Callable[..., Transfer[Any]], count: int, **options: Any
@@ -205,9 +200,9 @@ class KVHearthTier(SecondaryTierManager):
         if wait(futures, DRAIN_S).not_done:
             raise TimeoutError("KVHearth's copies from and to the primary tier have not ended")
         client = self._cache.client
-        if self._on_reset == "drop":
+        if self._settings.on_reset == "drop":
             client.bump_epoch()
-        elif self._on_reset == "keep" or not client.drop_if_alone():
+        elif self._settings.on_reset == "keep" or not client.drop_if_alone():
             log_event(
                 WARNING,
                 "reset.kept_blocks",
