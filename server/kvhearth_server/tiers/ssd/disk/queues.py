@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import errno
@@ -191,9 +190,12 @@ class ThreadQueue:
         self._work: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._done: deque[Reaped] = deque()
         self._in_flight = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._running = min(depth, _THREADS_MAX)  # threads; the last to end closes the event
         self._threads = [
             threading.Thread(target=self._run, name=f"kvhearth-ssd-{index}", daemon=True)
-            for index in range(min(depth, _THREADS_MAX))
+            for index in range(self._running)
         ]
         for thread in self._threads:
             thread.start()
@@ -224,20 +226,21 @@ class ThreadQueue:
             except OSError as error:
                 result = -(error.errno or errno.EIO)
             self._done.append(Reaped(request.tag, result))
-            with contextlib.suppress(OSError):  # closed meanwhile
-                signal_event(self.event_fd)
+            signal_event(self.event_fd)
+        with self._lock:
+            self._running -= 1
+            if not self._running:
+                os.close(self.event_fd)
 
     def close(self) -> None:
-        if self.event_fd < 0:
+        if self._closed:
             return
+        self._closed = True
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
-            # A thread that hangs in the kernel is left there: it is a daemon thread.
+            # One that hangs in the kernel is left there: it is a daemon thread.
             thread.join(timeout=0.2)
-        if not any(thread.is_alive() for thread in self._threads):
-            os.close(self.event_fd)
-            self.event_fd = -1
 
 
 def _move(request: Request) -> int:
