@@ -23,7 +23,7 @@ def test_engines_are_measured_or_skipped_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program checks that the frame has moved its blocks to SSD."""
-    monkeypatch.setattr("kvhearth_lab.bench.fronts.run.MEMORY_BYTES", 64 * MIB)
+    monkeypatch.setattr("kvhearth_lab.bench.fronts.run.MEMORY_BYTES_MIN", 64 * MIB)
     python = Path(sys.executable)
     pythons = {"good": python, "broken": python, "absent": tmp_path / "python"}
     notes = list[str]()

@@ -209,11 +209,11 @@ def test_nobody_is_served_anothers_kv(lmcache: Lmcache, tmp_path: Path) -> None:
 
 LOCKING = """
 import json, os, sys
-from kvhearth_lab.bench.fronts.lmcache import Jobs, Side, keys_of
+from kvhearth_lab.bench.fronts.lmcache import Pool, Side, keys_of
 
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-jobs, keys = Jobs(1 << 16, 4), keys_of("locked", 4)
+jobs, keys = Pool(1 << 16, 4), keys_of("locked", 4)
 side = Side(json.loads(sys.argv[1]), jobs.pool)
 side.store(keys, jobs.sources)
 side.adapter.submit_lookup_and_lock_task(keys, {0: jobs.layout})

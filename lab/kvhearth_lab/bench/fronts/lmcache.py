@@ -8,22 +8,20 @@ opens files directly, so that it reads the drive.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import json
-import logging
 import os
 import select
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
+from kvhearth_lab.bench.fronts.program import ABSENT_KEYS, SIDES, main
+
 ALIGN_BYTES = 4096
-ABSENT_KEYS, ABSENT_WARM, ABSENT_CALLS = 8, 3, 100
 ANSWER_S = 120.0
 MODEL = "bench"
 SPECS: dict[str, dict[str, Any]] = {
@@ -34,20 +32,6 @@ SPECS: dict[str, dict[str, Any]] = {
     },
     "theirs": {"type": "fs_native", "use_odirect": True},
 }
-
-Seconds = dict[str, dict[str, list[float]]]
-
-
-class Counted(logging.Handler):
-    """Counts warnings and worse."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Count a line."""
-        self.count += 1
 
 
 class Side:
@@ -110,7 +94,7 @@ class Side:
         consume_fd(descriptor)
 
 
-class Jobs:
+class Pool:
     """A pool with objects to store and others to load into."""
 
     def __init__(self, page_bytes: int, pages: int) -> None:
@@ -154,124 +138,73 @@ def keys_of(name: str, count: int) -> list[Any]:
     return [ObjectKey(f"{name}.{index}".encode().ljust(32), MODEL, 0) for index in range(count)]
 
 
-def timed(seconds: list[float], work: Callable[[], object]) -> None:
-    """Do work and append its time."""
-    begun = time.perf_counter()
-    work()
-    seconds.append(time.perf_counter() - begun)
+class Jobs:
+    """See ``program.Jobs``."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.pool = Pool(options.page_bytes, options.pages)
+        self.bytes = self.pool.bytes
+        given = {"ours": _params(options), "theirs": {"base_path": str(options.folder)}}
+        self.sides = {side: Side({**SPECS[side], **given[side]}, self.pool.pool) for side in SIDES}
+
+    def store(self, side: str, name: str) -> None:
+        self.sides[side].store(self._keys(name), self.pool.sources)
+
+    def exists(self, side: str, name: str) -> None:
+        found = self.sides[side].lookup(self._keys(name), self.pool.layout)
+        if found != len(self.pool.sources):
+            raise RuntimeError(f"{side}: {found} stored objects are there")
+
+    def blank(self) -> None:
+        self.pool.empty[:] = 0
+
+    def load(self, side: str, name: str) -> None:
+        self.sides[side].load(self._keys(name), self.pool.targets)
+
+    def compare(self) -> bool:
+        return np.array_equal(self.pool.empty, self.pool.full)
+
+    def copy(self, *, load: bool) -> None:
+        pool = self.pool
+        np.copyto(*((pool.empty, pool.spare) if load else (pool.spare, pool.full)))
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "versions": {"lmcache": importlib.metadata.version("lmcache")},
+            "settings": "one pool, objects of one rank; fs_native with O_DIRECT, not verified",
+        }
+
+    def close(self) -> None:
+        for side in self.sides.values():
+            side.adapter.close()
+
+    def _keys(self, name: str) -> list[Any]:
+        return keys_of(name, len(self.pool.sources))
 
 
-def drop_cache(folder: Path) -> None:
-    """Let the files of a folder be read from their drive."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+@contextmanager
+def absent(options: argparse.Namespace) -> Iterator[Callable[[int], float]]:
+    """See ``program.Absent``."""
+    pool = Pool(options.page_bytes, 1)
+    side = Side({**SPECS["ours"], **_params(options)}, pool.pool)
 
-
-def one_round(
-    jobs: Jobs, sides: dict[str, Side], name: str, move: Callable[[str], None], seconds: Seconds
-) -> int:
-    """Run one job through both sides; return the bytes that were compared.
-
-    Args:
-        name: of the keys.
-        move: moves what a side has stored to its drive.
-        seconds: receives the times.
-    """
-    count = len(jobs.sources)
-    for side, driven in sides.items():
-        keys = keys_of(f"{name}.{side}", count)
-        timed(seconds["store"][side], functools.partial(driven.store, keys, jobs.sources))
-        move(side)
-        found = list[int]()
-        timed(seconds["exists"][side], lambda: found.append(driven.lookup(keys, jobs.layout)))  # noqa: B023
-        if found != [count]:
-            raise RuntimeError(f"{side}: {found} of {count} stored objects are there")
-        jobs.empty[:] = 0
-        timed(seconds["load"][side], functools.partial(driven.load, keys, jobs.targets))
-        if not np.array_equal(jobs.empty, jobs.full):
-            raise RuntimeError(f"{side}: loaded bytes differ from stored ones")
-    timed(seconds["store"]["copy"], lambda: np.copyto(jobs.spare, jobs.full))
-    timed(seconds["load"]["copy"], lambda: np.copyto(jobs.empty, jobs.spare))
-    return len(sides) * jobs.bytes
-
-
-def compare_both(options: argparse.Namespace, answer: TextIO) -> dict[str, Any]:
-    """Return the seconds of all measured rounds."""
-    jobs = Jobs(options.page_bytes, options.pages)
-    given: dict[str, dict[str, Any]] = {
-        "ours": {"adapter_params": {"url": options.url, "revision": MODEL}},
-        "theirs": {"base_path": str(options.folder)},
-    }
-    sides = {side: Side({**SPECS[side], **given[side]}, jobs.pool) for side in SPECS}
-
-    def move(side: str) -> None:
-        if options.ssd and side == "theirs":
-            drop_cache(options.folder)
-        elif options.ssd:
-            print("evict", file=answer, flush=True)
-            if not sys.stdin.readline():
-                raise SystemExit("the caller has gone")
-
-    compared = 0
-    for turn in range(options.rounds + 1):
-        if turn <= 1:  # the first round is not measured
-            seconds: Seconds = {
-                "store": {"ours": [], "theirs": [], "copy": []},
-                "load": {"ours": [], "theirs": [], "copy": []},
-                "exists": {"ours": [], "theirs": []},
-            }
-        order = dict(list(sides.items())[:: 1 if turn % 2 else -1])
-        compared += one_round(jobs, order, str(turn), move, seconds)
-        for path in options.folder.rglob("*.data"):
-            path.unlink()
-    for side in sides.values():
-        side.adapter.close()
-    return {
-        "versions": {"lmcache": importlib.metadata.version("lmcache")},
-        "settings": "one pool, objects of one rank; fs_native with O_DIRECT, not verified",
-        "bytes": jobs.bytes,
-        "seconds": seconds,
-        "compared_bytes": compared,
-    }
-
-
-def without_daemon(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the times of calls while no daemon runs, and the warnings of all of them."""
-    counted = Counted()
-    logging.getLogger("kvhearth").addHandler(counted)
-    jobs = Jobs(options.page_bytes, 1)
-    params = {"adapter_params": {"url": options.url, "revision": MODEL}}
-    side, seconds = Side({**SPECS["ours"], **params}, jobs.pool), list[float]()
-    for call in range(ABSENT_WARM + ABSENT_CALLS):
-        keys = keys_of(f"absent {call}", ABSENT_KEYS)
+    def look_up(number: int) -> float:
+        keys = keys_of(f"absent {number}", ABSENT_KEYS)
         begun = time.perf_counter()
-        found = side.lookup(keys, jobs.layout)
-        seconds.append(time.perf_counter() - begun)
+        found = side.lookup(keys, pool.layout)
+        seconds = time.perf_counter() - begun
         if found:
             raise RuntimeError(f"{found} objects without a daemon")
+        return seconds
+
+    yield look_up
     side.adapter.close()
-    return {"absent_s": seconds[ABSENT_WARM:], "logged": counted.count}
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Run and print one JSON object as the last line; LMCache's own lines go to standard error."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    for name in ("--page-bytes", "--pages", "--rounds"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--ssd", action="store_true")
-    parser.add_argument("--absent", action="store_true")
-    options = parser.parse_args(words)
-    os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1")
-    with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)
-        found = without_daemon(options) if options.absent else compare_both(options, answer)
-        print(json.dumps(found), file=answer, flush=True)
+def _params(options: argparse.Namespace) -> dict[str, Any]:
+    return {"adapter_params": {"url": options.url, "revision": MODEL}}
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1")
+    main(Jobs, absent)

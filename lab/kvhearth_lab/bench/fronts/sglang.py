@@ -8,37 +8,20 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+
+from kvhearth_lab.bench.fronts.program import ABSENT_KEYS, main
 
 PAGE_TOKENS, HEADS, DIM = 16, 8, 128
 LAYER_BYTES = 2 * PAGE_TOKENS * HEADS * DIM * 2
 """Bytes that a page has of one layer: K and V in bfloat16."""
-ABSENT_KEYS, ABSENT_WARM, ABSENT_CALLS = 8, 3, 100
-BOTH = ("ours", "theirs")
 MODEL = "bench"
-
-Seconds = dict[str, dict[str, list[float]]]
-
-
-class Counted(logging.Handler):
-    """Counts warnings and worse."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Count a line."""
-        self.count += 1
 
 
 def host_pool(page_bytes: int, pages: int) -> Any:
@@ -121,18 +104,24 @@ def keys_of(name: str, count: int) -> list[str]:
 
 
 class Jobs:
-    """The jobs of both sides on one host pool: pages to store, and others to load into."""
+    """See ``program.Jobs``; all on one host pool."""
 
-    def __init__(self, url: str, page_bytes: int, pages: int) -> None:
-        self.pool = host_pool(page_bytes, 2 * pages)
-        self.pages = pages
-        self.full, self.empty = (self.pool.alloc(pages * PAGE_TOKENS) for _ in range(2))
+    def __init__(self, options: argparse.Namespace) -> None:
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(options.folder)
+        _install()
+        self.pages = options.pages
+        self.bytes = options.pages * options.page_bytes
+        self.pool = host_pool(options.page_bytes, 2 * self.pages)
+        self.full, self.empty = (self.pool.alloc(self.pages * PAGE_TOKENS) for _ in range(2))
         bits = self.pool.kv_buffer.view(dtype=self._bits())
         bits.random_(-30000, 30000)
         self.memory = bits.numpy().reshape(2, -1)
-        self.half = pages * PAGE_TOKENS * (self.memory.shape[1] // int(self.pool.size))
+        self.half = self.pages * PAGE_TOKENS * (self.memory.shape[1] // int(self.pool.size))
         self.spare = np.ones((2, self.half), self.memory.dtype)
-        self.sides = {"ours": ours(url, self.pool), "theirs": backend("file", self.pool, {})}
+        self.sides = {
+            "ours": ours(options.url, self.pool),
+            "theirs": backend("file", self.pool, {}),
+        }
 
     @staticmethod
     def _bits() -> Any:
@@ -146,174 +135,98 @@ class Jobs:
 
         return [slice(start, start + SIZE) for start in range(0, self.pages, SIZE)]
 
-    def store(self, side: str, keys: Sequence[str]) -> None:
-        """Store a job."""
-        for part in self.batches():
+    def store(self, side: str, name: str) -> None:
+        for keys, part in self._batches(name):
             indices = self._indices(self.full, part)
             if side == "ours":
-                good = all(self.sides[side].batch_set_v1(keys[part], indices))
+                good = all(self.sides[side].batch_set_v1(keys, indices))
             else:
                 pages = [self.pool.get_data_page(index) for index in indices[::PAGE_TOKENS]]
-                good = self.sides[side].batch_set(keys[part], pages)
+                good = self.sides[side].batch_set(keys, pages)
             if not good:
                 raise RuntimeError(f"{side}: a store failed")
 
-    def load(self, side: str, keys: Sequence[str]) -> None:
-        """Load a job into other pages."""
-        for part in self.batches():
+    def load(self, side: str, name: str) -> None:
+        for keys, part in self._batches(name):
             indices = self._indices(self.empty, part)
             if side == "ours":
-                good = all(self.sides[side].batch_get_v1(keys[part], indices))
+                good = all(self.sides[side].batch_get_v1(keys, indices))
             else:
-                blank = [self.pool.get_dummy_flat_data_page() for _ in keys[part]]
-                pages = self.sides[side].batch_get(keys[part], blank)
+                blank = [self.pool.get_dummy_flat_data_page() for _ in keys]
+                pages = self.sides[side].batch_get(keys, blank)
                 good = all(page is not None for page in pages)
                 for index, page in zip(indices[::PAGE_TOKENS], pages, strict=True):
                     self.pool.set_from_flat_data_page(index, page)
             if not good:
                 raise RuntimeError(f"{side}: a load failed")
 
-    def exists(self, side: str, keys: Sequence[str]) -> None:
-        """Look all keys of a job up."""
-        if self.sides[side].batch_exists(keys) != len(keys):
+    def exists(self, side: str, name: str) -> None:
+        if self.sides[side].batch_exists(keys_of(name, self.pages)) != self.pages:
             raise RuntimeError(f"{side}: stored pages are not there")
 
     def copy(self, *, load: bool) -> None:
-        """Copy as many bytes as a job has: out of the pool's pages, or into them."""
         if load:
             np.copyto(self.memory[:, self.half : 2 * self.half], self.spare)
         else:
             np.copyto(self.spare, self.memory[:, : self.half])
 
     def blank(self) -> None:
-        """Overwrite the pages to load into."""
         self.memory[:, self.half :] = 0
 
-    def compare(self, side: str) -> int:
-        """Compare loaded pages with stored ones; return their bytes."""
+    def compare(self) -> bool:
         stored, loaded = self.memory[:, : self.half], self.memory[:, self.half : 2 * self.half]
-        if not np.array_equal(stored, loaded):
-            raise RuntimeError(f"{side}: loaded bytes differ from stored ones")
-        return int(stored.nbytes)
+        return np.array_equal(stored, loaded)
+
+    def facts(self) -> dict[str, Any]:
+        from sglang.version import __version__ as version
+
+        return {
+            "versions": {"sglang": version},
+            "settings": "page_first, unpinned host pool; batches of 128 pages; file back end, raw",
+        }
+
+    def close(self) -> None:
+        self.sides["ours"].close()
+
+    def _batches(self, name: str) -> Iterator[tuple[Sequence[str], slice]]:
+        """Yield the keys that one call of SGLang's controller takes, and their places."""
+        from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE as SIZE
+
+        keys = keys_of(name, self.pages)
+        for start in range(0, self.pages, SIZE):
+            part = slice(start, start + SIZE)
+            yield keys[part], part
 
     @staticmethod
     def _indices(indices: Any, part: slice) -> Any:
         return indices[part.start * PAGE_TOKENS : part.stop * PAGE_TOKENS]
 
 
-def drop_cache(folder: Path) -> None:
-    """Let the files of a folder be read from their drive."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-
-def timed(seconds: list[float], work: Callable[[], object]) -> None:
-    """Do work and append its time."""
-    begun = time.perf_counter()
-    work()
-    seconds.append(time.perf_counter() - begun)
-
-
-def one_round(
-    jobs: Jobs, turn: int, evict: Callable[[], None] | None, folder: Path, seconds: Seconds
-) -> int:
-    """Run one job through both sides; return the bytes that were compared."""
-    compared = 0
-    for side in BOTH if turn % 2 else BOTH[::-1]:
-        keys = keys_of(f"{turn}.{side}", jobs.pages)
-        timed(seconds["store"][side], lambda: jobs.store(side, keys))  # noqa: B023
-        if evict is not None and side == "ours":
-            evict()
-        elif evict is not None:
-            drop_cache(folder)
-        timed(seconds["exists"][side], lambda: jobs.exists(side, keys))  # noqa: B023
-        jobs.blank()
-        timed(seconds["load"][side], lambda: jobs.load(side, keys))  # noqa: B023
-        compared += jobs.compare(side)
-    jobs.sides["theirs"].clear()
-    timed(seconds["store"]["copy"], lambda: jobs.copy(load=False))
-    timed(seconds["load"]["copy"], lambda: jobs.copy(load=True))
-    return compared
-
-
-def compare_both(options: argparse.Namespace, answer: TextIO) -> dict[str, Any]:
-    """Return the seconds of all measured rounds."""
-    from sglang.version import __version__ as version
-
-    os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(options.folder)
-    jobs = Jobs(options.url, options.page_bytes, options.pages)
-
-    def evict() -> None:
-        print("evict", file=answer, flush=True)
-        if not sys.stdin.readline():
-            raise SystemExit("the caller has gone")
-
-    compared = 0
-    for turn in range(options.rounds + 1):
-        if turn <= 1:  # the first round is not measured
-            seconds: Seconds = {
-                kind: {side: [] for side in (*BOTH, *extra)}
-                for kind, extra in (("store", ["copy"]), ("load", ["copy"]), ("exists", []))
-            }
-        compared += one_round(jobs, turn, evict if options.ssd else None, options.folder, seconds)
-    jobs.sides["ours"].close()
-    return {
-        "versions": {"sglang": version},
-        "settings": "page_first, unpinned host pool; batches of 128 pages; file back end, raw",
-        "bytes": options.pages * options.page_bytes,
-        "seconds": seconds,
-        "compared_bytes": compared,
-    }
-
-
-def without_daemon(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the times of calls while no daemon runs, and the warnings of all of them."""
-    counted = Counted()
-    logging.getLogger("kvhearth").addHandler(counted)
+@contextmanager
+def absent(options: argparse.Namespace) -> Iterator[Callable[[int], float]]:
+    """See ``program.Absent``."""
+    _install()
     store = ours(options.url, host_pool(options.page_bytes, options.pages))
-    seconds: list[float] = []
-    for call in range(ABSENT_WARM + ABSENT_CALLS):
-        keys = keys_of(f"absent {call}", ABSENT_KEYS)
+
+    def look_up(number: int) -> float:
+        keys = keys_of(f"absent {number}", ABSENT_KEYS)
         begun = time.perf_counter()
         found = store.batch_exists(keys)
-        seconds.append(time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
         if found:
             raise RuntimeError(f"{found} pages without a daemon")
+        return seconds
+
+    yield look_up
     store.close()
-    return {"absent_s": seconds[ABSENT_WARM:], "logged": counted.count}
 
 
-def parsed(words: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    for name in ("--page-bytes", "--pages", "--rounds"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--ssd", action="store_true")
-    parser.add_argument("--absent", action="store_true")
-    options = parser.parse_args(words)
-    if options.page_bytes % LAYER_BYTES or not options.page_bytes:
-        parser.error(f"--page-bytes must be a multiple of {LAYER_BYTES}")
-    return options
+def _install() -> None:
+    """Give SGLang the arguments of a server."""
+    from sglang.srt.runtime_context import get_context
 
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Run and print one JSON object as the last line; SGLang's own lines go to standard error."""
-    options = parsed(words)
-    with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)
-        from sglang.srt.runtime_context import get_context
-
-        get_context().override_server_args(model_path=MODEL, load_format="auto").install()
-        found = without_daemon(options) if options.absent else compare_both(options, answer)
-        print(json.dumps(found), file=answer, flush=True)
+    get_context().override_server_args(model_path=MODEL, load_format="auto").install()
 
 
 if __name__ == "__main__":
-    main()
+    main(Jobs, absent)
