@@ -16,6 +16,7 @@ from support.cases import cases
 from support.cuda_fake import FakeDevice
 from support.fake_gateway import TOKEN, FakeGateway, RealDataPort
 from support.native import without_native
+from support.patience import HUNG_S
 
 from kvhearth.copiers import Copier, Done, HostCopier, Ticket
 from kvhearth.copiers.cudart import Cudart
@@ -32,7 +33,6 @@ from kvhearth.url import RemoteUrl
 
 PAGES = 12
 BOOT = "boot-1"
-DEADLINE_S = 10.0
 
 
 KINDS = [
@@ -93,7 +93,7 @@ class Rig:
 
             index = torch.cuda.current_device()
             self.registrations.append(ArenaRegistration(self.arena, Cudart(), index))
-            assert self.registrations[-1].wait(DEADLINE_S), self.registrations[-1].error
+            assert self.registrations[-1].wait(HUNG_S), self.registrations[-1].error
         device = self.device if self.kind.startswith("scripted") else None
         return CudaCopier(self.kv, self.arena, device=device, method=method, seed=7, **options)
 
@@ -106,7 +106,7 @@ class Rig:
             TOKEN,
             2,
             window_bytes=1 << 20,
-            connect_s=DEADLINE_S,
+            connect_s=HUNG_S,
             alive=lambda: True,
         )
         arena = self.arena
@@ -195,7 +195,7 @@ class Rig:
 
     def outcome(self, ticket: Ticket | None) -> Done:
         assert ticket is not None
-        done = self.copier.wait(ticket, DEADLINE_S)
+        done = self.copier.wait(ticket, HUNG_S)
         assert done is not None
         assert done.ticket == ticket
         failed = int((~done.ok).sum())
@@ -215,7 +215,7 @@ class Rig:
         self.device.held = self.kind.startswith("scripted")
         self._go.clear()
         if self.kind.startswith(("host", "remote")):
-            self.arena.on_alive = lambda question: self._go.wait(DEADLINE_S) and None
+            self.arena.on_alive = lambda question: self._go.wait(HUNG_S) and None
 
     def proceed(self) -> None:
         self.device.held = False
@@ -223,13 +223,13 @@ class Rig:
 
     def close(self) -> None:
         self.proceed()
-        assert self.copier.close(DEADLINE_S)
+        assert self.copier.close(HUNG_S)
         self.copier.check_books()
         self.device.check_end()
         if self.kind in [f"scripted-{method}" for method in CopyMethod]:
             methods = {method for method, _, _ in self.device.cuda.submitted}
             assert methods <= {self.kind.partition("-")[2]}
-        assert all(registration.close(DEADLINE_S) for registration in self.registrations)
+        assert all(registration.close(HUNG_S) for registration in self.registrations)
         self.registrations.clear()
         for remote in self.remote:
             remote.close()
@@ -548,7 +548,7 @@ class TestCopierContract:
         assert tickets[2] is None
         assert rig.copier.store(BOOT, np.array([2]), extents[2:], wait_s=0.02) is None
         rig.proceed()
-        late = rig.copier.store(BOOT, np.array([2]), extents[2:], wait_s=DEADLINE_S)
+        late = rig.copier.store(BOOT, np.array([2]), extents[2:], wait_s=HUNG_S)
         assert rig.outcome(late).ok.all()
         assert {done.ticket for done in rig.copier.poll()} <= set(tickets[:2])
 
@@ -563,18 +563,18 @@ class TestCopierContract:
         assert not rig.copier.drain(0.02)
         assert rig.copier.poll() == []
         rig.proceed()
-        assert rig.copier.drain(DEADLINE_S)
+        assert rig.copier.drain(HUNG_S)
         assert rig.outcome(ticket).ok.all()
 
     @with_each_class
     def test_an_outcome_is_given_out_once(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         tickets = [rig.copier.store(BOOT, np.array([0]), rig.extents([slot])) for slot in (0, 1)]
-        assert rig.copier.drain(DEADLINE_S)
+        assert rig.copier.drain(HUNG_S)
         assert [done.ticket for done in rig.copier.poll()] == tickets
         assert rig.copier.poll() == []
         with pytest.raises(KVHearthError) as caught:
-            rig.copier.wait(tickets[0], DEADLINE_S)
+            rig.copier.wait(tickets[0], HUNG_S)
         assert caught.value.reason is Reason.INTERNAL
 
     @cases("direction", ["store", "load"])
@@ -591,7 +591,7 @@ class TestCopierContract:
             if question == asked_before + 2:  # after the last copy
                 judges.append(threading.get_ident())
                 judging.set()
-                go.wait(DEADLINE_S)
+                go.wait(HUNG_S)
 
         rig.arena.on_alive = stall
         if direction == "store":
@@ -603,7 +603,7 @@ class TestCopierContract:
         began = time.monotonic()
         while not judging.is_set():
             assert rig.copier.poll() == []
-            assert time.monotonic() - began < DEADLINE_S
+            assert time.monotonic() - began < HUNG_S
         assert threading.get_ident() not in judges
         assert rig.copier.wait(ticket, 0.02) is None
         assert not rig.copier.close(0.02)
@@ -635,9 +635,9 @@ class TestCopierContract:
         with monkeypatch.context() as child:
             child.setattr(os, "getpid", lambda: 0)
             assert rig.copier.poll() == []
-            assert rig.copier.wait(ticket, DEADLINE_S) is None
-            assert rig.copier.drain(DEADLINE_S)
-            assert rig.copier.close(DEADLINE_S)
+            assert rig.copier.wait(ticket, HUNG_S) is None
+            assert rig.copier.drain(HUNG_S)
+            assert rig.copier.close(HUNG_S)
             with pytest.raises(KVHearthError, match="closed"):
                 rig.copier.store(BOOT, np.array([1]), rig.extents([1]))
         rig.proceed()
@@ -655,8 +655,8 @@ class TestCopierContract:
             rig.copier.store(BOOT, np.array([0]), rig.extents([0]))
         assert caught.value.reason is Reason.CLOSED
         rig.proceed()
-        assert rig.copier.close(DEADLINE_S)
-        assert rig.copier.close(DEADLINE_S)
+        assert rig.copier.close(HUNG_S)
+        assert rig.copier.close(HUNG_S)
         outcomes = rig.copier.poll()
         assert [done.ticket for done in outcomes] == tickets
         assert all(done.ok.all() for done in outcomes)

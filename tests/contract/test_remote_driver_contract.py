@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.certificates import Authority
-from support.movers import DEADLINE_S, MoverDesk, kinds, mover_desk
+from support.movers import MoverDesk, kinds, mover_desk
+from support.patience import HUNG_S
 from support.remote_servers import (
     ACCESS,
     PASSWORD,
@@ -145,7 +146,7 @@ def desk(remote: Remote) -> Iterator[MoverDesk]:
 def empty(desk: MoverDesk) -> Iterator[None]:
     yield
     desk.up()
-    desk.final(desk.mover.submit(desk_delete(range(12)), DEADLINE_S))
+    desk.final(desk.mover.submit(desk_delete(range(12)), HUNG_S))
 
 
 def desk_delete(numbers: range):

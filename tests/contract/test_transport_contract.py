@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from support.bridge import Bridge
 from support.certificates import Authority
-from support.fake_daemon import HELD_S, running, small_contract
+from support.fake_daemon import running, small_contract
+from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
@@ -69,7 +70,7 @@ def test_the_transport_tells_refusals_silence_and_absence_apart(
         assert refusal.value.reason is Reason.STALE_EPOCH
         assert refusal.value.details == {"field": "x"}
         released = threading.Event()
-        daemon.answer("Lookup", lambda _: released.wait(HELD_S) and None)
+        daemon.answer("Lookup", lambda _: released.wait(HUNG_S) and None)
         with pytest.raises(KVHearthError) as refusal:
             transport.call(LOOKUP, pb.LookupRequest(), 0.05)
         released.set()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
+from support.patience import HUNG_S
 
 import kvhearth_server
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
@@ -21,7 +22,6 @@ CONTRACT = contract_of(PAGE)
 A_SLAB = 2 * MIB // PAGE
 """Blocks in one slab of the daemon of these tests, whose 16 MiB are 8 slabs."""
 A_LOAD = 16
-EXIT_S = 30.0
 _RESIZE = Path(kvhearth_server.__path__[0]) / "memory" / "arena.py"
 POINTS = sorted(set(re.findall(r'\bhit\("(resize\.[a-z_]+)"\)', _RESIZE.read_text())))
 
@@ -73,7 +73,7 @@ def changed(daemon: Daemon, engine: Engine, fault: str = "", **settings: object)
 
 def refused(daemon: Daemon) -> str:
     """Returns the last words of a start that fails because of the arena."""
-    assert daemon.launch().wait(EXIT_S) == 3, daemon.log_tail()
+    assert daemon.launch().wait(HUNG_S) == 3, daemon.log_tail()
     assert "Traceback" not in daemon.log_text()
     return daemon.log_text().splitlines()[-1]
 

@@ -18,8 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.daemon import Daemon, until
+from support.patience import HUNG_S
 from support.raw_door import (
-    CALL_S,
     PAGE_BYTES,
     RawSession,
     fat_contract,
@@ -77,7 +77,7 @@ def test_refusals_of_a_call_leave_the_session_alone(daemon: Daemon, session: Raw
     assert "groups in one call" in caught.value.message, "counted before they are parsed"
     for path in (f"{SERVICE}/Explode", "/a/b", "/x"):
         with pytest.raises(grpc.RpcError) as unknown:
-            session.channel.unary_unary(path)(b"", timeout=CALL_S, metadata=session.metadata)
+            session.channel.unary_unary(path)(b"", timeout=HUNG_S, metadata=session.metadata)
         assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert session.lookup(keys).groups[0].present == b"\x03"
     assert session.abort(extents).freed_slots == 2
@@ -88,7 +88,7 @@ def test_too_long_a_message(session: RawSession) -> None:
     request = pb.HeartbeatRequest(counters={"x" * MESSAGE_BYTES_MAX: 1})
     call = session.channel.unary_unary(f"{SERVICE}/Heartbeat")
     with pytest.raises(grpc.RpcError) as caught:
-        call(request.SerializeToString(), timeout=CALL_S, metadata=session.metadata)
+        call(request.SerializeToString(), timeout=HUNG_S, metadata=session.metadata)
     code = caught.value.code().value[0]
     assert code == Code.RESOURCE_EXHAUSTED
     text = caught.value.details() or ""
@@ -206,14 +206,14 @@ def test_health_and_reflection(session: RawSession) -> None:
     health = health_pb2_grpc.HealthStub(session.channel)
     for service in ("", "kvhearth.proto.v1.CacheService"):
         request = health_pb2.HealthCheckRequest(service=service)
-        found = health.Check(request, timeout=CALL_S)
+        found = health.Check(request, timeout=HUNG_S)
         assert found.status == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(grpc.RpcError) as caught:
-        health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=CALL_S)
+        health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=HUNG_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     reflection = reflection_pb2_grpc.ServerReflectionStub(session.channel)
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
-    answers = list(reflection.ServerReflectionInfo(iter([asked]), timeout=CALL_S))
+    answers = list(reflection.ServerReflectionInfo(iter([asked]), timeout=HUNG_S))
     names = {each.name for each in answers[0].list_services_response.service}
     assert {"kvhearth.proto.v1.CacheService", "grpc.health.v1.Health"} <= names
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.cases import cases
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.patience import HUNG_S
 from support.raw_door import PAGE_BYTES, end_well, goes_on
 
 from kvhearth.memory_limits import memory_groups
@@ -23,13 +24,12 @@ from kvhearth_lab.harness.daemon import Starter, tied
 from kvhearth_lab.harness.engine import contract_of, engine_of
 
 CONFIG, MEMORY, OTHER = 2, 3, 1
-EXIT_S = 30.0
 
 
 def last_words(daemon: Daemon, status: int) -> str:
     """Returns the one line with which a start fails; its exit status must be ``status``."""
     process = daemon.launch()
-    assert process.wait(EXIT_S) == status, daemon.log_tail()
+    assert process.wait(HUNG_S) == status, daemon.log_tail()
     lines = daemon.log_text().splitlines()
     assert "Traceback" not in daemon.log_text(), daemon.log_tail()
     assert lines[-1].startswith("kvhearth: error: ")

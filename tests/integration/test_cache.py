@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from support.cached import (
     CONTRACT,
-    DONE_S,
     PAGE_BYTES,
     CachedEngine,
     GateCopier,
@@ -23,6 +22,7 @@ from support.cached import (
     computed,
 )
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.patience import HUNG_S
 from support.raw_door import new_keys
 
 import kvhearth
@@ -68,7 +68,7 @@ def test_the_readmes_example_runs(daemon: Daemon) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -80,7 +80,7 @@ def test_blocks_come_back_and_a_second_store_of_them_is_a_duplicate(daemon: Daem
     keys = new_keys(100)
     with cached_engine(daemon.url()) as engine:
         done = engine.begin_store(keys)
-        stored = done.result(DONE_S)
+        stored = done.result(HUNG_S)
         assert (stored.stored, stored.duplicate, stored.failed, stored.reason) == (100, 0, 0, "")
         assert (done.blocks_done, done.blocks_total) == (100, 100)
         for _ in range(3):  # each kind of pages
@@ -112,8 +112,8 @@ def test_any_pages_and_keys_that_fit_are_taken(daemon: Daemon) -> None:
     with kvhearth.open(daemon.url(), contract) as cache:
         for turn, (source, target) in enumerate(zip(sources, targets, strict=True)):
             keys = [f"block {turn} {index}" for index in range(5)] + [1000 + turn]
-            assert cache.store(keys, source).result(DONE_S).stored == 6
-            assert cache.load(keys, target).result(DONE_S).usable_blocks == 6
+            assert cache.store(keys, source).result(HUNG_S).stored == 6
+            assert cache.load(keys, target).result(HUNG_S).usable_blocks == 6
             got = np.array([np.asarray(each) for each in target])
             assert got.tobytes() == half.tobytes(), turn
     assert not wide[..., 1::2].any()
@@ -140,7 +140,7 @@ def test_stores_end_in_the_order_of_their_calls(daemon: Daemon) -> None:
             future = engine.begin_store(new_keys(1 + index * 7 % 20))
             future.add_done_callback(lambda _, index=index: order.append(index))
             futures.append(future)
-        assert {future.result(DONE_S).failed for future in futures} == {0}
+        assert {future.result(HUNG_S).failed for future in futures} == {0}
     assert order == list(range(12))
 
 
@@ -157,7 +157,7 @@ def test_a_full_queue_refuses_at_once_and_holds_its_bound(daemon: Daemon) -> Non
         assert engine.counter("store_throttled") == 13
         assert not any(future.done() for future in taken)
         GateCopier.gate.set()
-        assert sum(future.result(DONE_S).stored for future in taken) == 40
+        assert sum(future.result(HUNG_S).stored for future in taken) == 40
         assert engine.store(keys[40:]).stored == 20
         assert engine.loadable(keys) == 60
 
@@ -187,7 +187,7 @@ def die_in_mid_store(daemon: Daemon, engine: CachedEngine) -> None:
         engine.begin_store(keys[start : start + 32], keys[start - 1] if start else None)
         for start in range(0, 160, 32)
     ]
-    done = [future.result(DONE_S) for future in futures]
+    done = [future.result(HUNG_S) for future in futures]
     until(lambda: daemon.dead, "the daemon dies")
     assert sum(one.stored + one.duplicate + one.failed for one in done) == 160
     failed = [one for one in done if one.failed]
@@ -215,10 +215,10 @@ def test_a_daemon_that_dies_in_mid_load(daemon: Daemon) -> None:
         assert engine.store(keys).stored == 128
         parts = [keys[start : start + 32] for start in (0, 32, 64, 96)]
         futures = [engine.begin_load(parts[index % 4]) for index in range(40)]
-        futures[0].result(DONE_S)
+        futures[0].result(HUNG_S)
         daemon.kill()
         for future in futures:
-            done = future.result(DONE_S)
+            done = future.result(HUNG_S)
             assert done.usable_blocks == 32 or done.reason
         daemon.start()
         until(lambda: engine.client.wait_ready(0.1), "it attaches anew")
@@ -240,7 +240,7 @@ def test_without_a_daemon_everything_has_an_outcome_a_reason_and_one_line(
         assert (loaded.reason, loaded.usable_blocks) == (Reason.DAEMON_AWAY, 0)
         assert not loaded.loaded.any()
         assert not any(future.done() for future in futures), "a load waits for no store"
-        done = [future.result(DONE_S) for future in futures]
+        done = [future.result(HUNG_S) for future in futures]
         assert [(one.failed, one.reason) for one in done] == [(32, "daemon_away")] * 8
         assert engine.store(keys).reason == Reason.DAEMON_AWAY
         assert engine.counter("store_dropped") == 9 * 32
@@ -258,7 +258,7 @@ def test_a_block_whose_copy_fails_gives_its_slot_back(daemon: Daemon) -> None:
 
     with cached_engine(daemon.url(), copiers=OneFails) as engine:
         keys = new_keys(10)
-        done = engine.begin_store(keys).result(DONE_S)
+        done = engine.begin_store(keys).result(HUNG_S)
         assert (done.stored, done.failed, done.reason) == (9, 1, "bad_page")
         assert engine.counter("abort") == 1
         assert engine.load(keys).usable_blocks == 4
@@ -333,7 +333,7 @@ def test_what_the_caller_changes_after_the_call_changes_nothing(daemon: Daemon) 
         blocks.clear()
         numbers[:] = 0
         GateCopier.gate.set()
-        assert [future.result(DONE_S).stored for future in stores] == [2, 2]
+        assert [future.result(HUNG_S).stored for future in stores] == [2, 2]
         assert engine.load(keys).usable_blocks == 4
 
 
@@ -344,7 +344,7 @@ def test_a_thread_that_fails_goes_on(daemon: Daemon) -> None:
 
     GateCopier.on_store = staticmethod(explode)
     with cached_engine(daemon.url(), copiers=GateCopier) as engine:
-        done = engine.begin_store(new_keys(48)).result(DONE_S)  # three batches
+        done = engine.begin_store(new_keys(48)).result(HUNG_S)  # three batches
         assert (done.stored, done.failed, done.reason) == (16, 32, "internal")
         assert engine.counter("store_crashes") == 1
         assert engine.store(new_keys(20)).stored == 20
@@ -361,7 +361,7 @@ def test_blocks_of_old_weights_are_not_kept_under_the_new_epoch(daemon: Daemon) 
         until(lambda: GateCopier.stores, "the first batch begins")
         assert engine.client.bump_epoch() > 0
         GateCopier.gate.set()
-        done = future.result(DONE_S)
+        done = future.result(HUNG_S)
         assert (done.stored, done.failed, done.reason) == (0, 64, Reason.STALE_EPOCH)
         assert engine.load(keys).hit_blocks == 0
         assert engine.store(keys).stored == 64
@@ -374,17 +374,17 @@ def test_a_load_that_began_with_old_weights_is_a_miss(daemon: Daemon) -> None:
     class Slow(HostCopier):
         def load_now(self, *arguments: Any) -> Any:
             begun.set()
-            assert bumped.wait(DONE_S)
+            assert bumped.wait(HUNG_S)
             return super().load_now(*arguments)
 
     with cached_engine(daemon.url(), copiers=Slow) as engine:
         keys = new_keys(40)
         assert engine.store(keys).stored == 40
         future = engine.begin_load(keys)
-        assert begun.wait(DONE_S)
+        assert begun.wait(HUNG_S)
         assert engine.client.bump_epoch() > 0
         bumped.set()
-        done = future.result(DONE_S)
+        done = future.result(HUNG_S)
         assert (done.reason, done.usable_blocks) == (Reason.STALE_EPOCH, 0)
         assert not done.loaded.any()
 
@@ -412,7 +412,7 @@ def test_close_fails_what_has_not_begun_in_time(daemon: Daemon) -> None:
         assert not engine.cache.close(0.1)
         assert not future.done()
         GateCopier.gate.set()
-        assert engine.cache.close(DONE_S)
+        assert engine.cache.close(HUNG_S)
         done = future.result(0)
         assert (done.stored, done.failed, done.reason) == (16, 48, Reason.CLOSED)
         assert later.result(0).reason == Reason.CLOSED
@@ -428,7 +428,7 @@ def test_a_store_that_has_not_begun_can_be_cancelled(daemon: Daemon) -> None:
         assert not first.cancel()
         assert second.cancel()
         GateCopier.gate.set()
-        assert first.result(DONE_S).stored == 4
+        assert first.result(HUNG_S).stored == 4
         assert engine.store(new_keys(4)).stored == 4
         assert not engine.cache.lookup(keys).present.any()
 
@@ -437,8 +437,8 @@ def test_a_client_that_closes_first_ends_the_stores(daemon: Daemon) -> None:
     with cached_engine(daemon.url(), store_wait_s=0.3) as engine:
         keys = new_keys(64)
         future = engine.begin_store(keys)
-        assert engine.client.close(DONE_S)
-        done = future.result(DONE_S)
+        assert engine.client.close(HUNG_S)
+        done = future.result(HUNG_S)
         assert done.stored + done.duplicate + done.failed == 64
         assert engine.load(keys).reason == Reason.CLOSED
 
@@ -448,24 +448,25 @@ import os, signal, sys
 import numpy as np
 import kvhearth
 from support.cached import CONTRACT, PAGE_BYTES
+from support.patience import HUNG_S
 
-cache = kvhearth.open(sys.argv[1], CONTRACT, wait_s=20)
+cache = kvhearth.open(sys.argv[1], CONTRACT, wait_s=HUNG_S)
 pages = np.zeros((1, PAGE_BYTES), np.uint8)
-assert cache.store([b"1" * 32], pages).result(20).stored == 1
+assert cache.store([b"1" * 32], pages).result(HUNG_S).stored == 1
 child = os.fork()
 if not child:
-    signal.alarm(50)
+    signal.alarm(int(HUNG_S))
     status = 1
     try:
-        assert cache.store([b"2" * 32], pages).result(5).reason == "closed"
-        assert cache.load([b"1" * 32], pages).result(5).reason == "closed"
+        assert cache.store([b"2" * 32], pages).result(HUNG_S).reason == "closed"
+        assert cache.load([b"1" * 32], pages).result(HUNG_S).reason == "closed"
         assert cache.lookup([b"1" * 32]).reason == "closed"
         assert cache.close()
         status = 0
     finally:
         os._exit(status)
 assert os.waitpid(child, 0)[1] == 0
-assert cache.store([b"3" * 32], pages).result(20).stored == 1
+assert cache.store([b"3" * 32], pages).result(HUNG_S).stored == 1
 print("ends without close")
 """
 
@@ -475,7 +476,7 @@ def test_a_forked_child_is_told_nothing_and_a_process_may_just_end(daemon: Daemo
         [sys.executable, "-c", FORKS, daemon.url()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
     )

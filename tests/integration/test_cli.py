@@ -18,6 +18,7 @@ from support.cases import cases
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.entry_point import kvhearth
 from support.http_door import ANY_PORT, ask, scraped
+from support.patience import HUNG_S
 from support.raw_door import RawSession, raw_contract
 
 from kvhearth.contract import namespace_digest
@@ -297,7 +298,7 @@ def test_a_path_that_is_not_ascii_in_an_ascii_locale(tmp_path: Path) -> None:
     def python(*words: str) -> tuple[int, str]:
         command = [sys.executable, *words]
         done = subprocess.run(
-            command, capture_output=True, env=environment, cwd=place, check=False, timeout=60
+            command, capture_output=True, env=environment, cwd=place, check=False, timeout=HUNG_S
         )
         text = (done.stdout + done.stderr).decode()
         return done.returncode, text
@@ -369,7 +370,7 @@ def test_completion_in_a_real_bash(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HUNG_S,
     )
     assert done.stderr == ""
     assert [sorted(line.split()) for line in done.stdout.splitlines()] == [
@@ -410,7 +411,7 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         path = daemon.folder / "n"
         systemd.bind(str(path))
-        systemd.settimeout(20)
+        systemd.settimeout(HUNG_S)
         monkeypatch.setenv("NOTIFY_SOCKET", str(path))
         monkeypatch.setenv("WATCHDOG_USEC", "200000")
         daemon.start()
@@ -419,7 +420,7 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         daemon.process.terminate()
         while (heard := systemd.recv(64)) != b"STOPPING=1":  # a full socket accepts no more
             assert heard == b"WATCHDOG=1"
-        assert daemon.process.wait(60) == 0
+        assert daemon.process.wait(HUNG_S) == 0
         ready = next(line for line in daemon.log_text().splitlines() if '"ready"' in line)
         said = json.loads(ready)
         assert (said["memory_bytes"], len(said["boot_id"]), len(said["pages"])) == (16 << 20, 32, 1)

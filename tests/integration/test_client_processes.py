@@ -11,6 +11,7 @@ from pathlib import Path
 from support.attached import url_of
 from support.daemon import until
 from support.fake_daemon import running, small_contract
+from support.patience import HUNG_S
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -21,7 +22,7 @@ def run(script: str, *arguments: str) -> str:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
         check=False,
         env={**os.environ, "PYTHONPATH": str(TESTS)},
     )

@@ -11,6 +11,7 @@ import pytest
 from support.codec_bounds import bounds
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ask
+from support.patience import HUNG_S
 from support.raw_door import new_keys
 
 import kvhearth
@@ -18,7 +19,6 @@ from kvhearth.contract import namespace_digest
 from kvhearth.copiers import CopyKind
 from kvhearth.transfer.copier_pool import CopierPool
 
-DONE_S = 20.0
 BLOCKS = 20
 SHAPE = (BLOCKS, 2, 16, 4, 128)
 """KV of 16 tokens, 4 heads of 128: 32 KiB a block in half precision."""
@@ -61,20 +61,20 @@ def test_values_come_back_within_the_bounds_and_take_fewer_bytes(
     keys, others = new_keys(BLOCKS), new_keys(BLOCKS)
     with kvhearth.open(daemon.url(), contract) as cache:
         before = daemon.counters()["stored_bytes"]
-        assert cache.store(keys, pages).result(DONE_S).stored == BLOCKS
+        assert cache.store(keys, pages).result(HUNG_S).stored == BLOCKS
         stored = daemon.counters()["stored_bytes"] - before
         assert stored == share * pages.numel() * pages.element_size()
         back = torch.zeros_like(pages)
-        loaded = cache.load(keys, back).result(DONE_S)
+        loaded = cache.load(keys, back).result(HUNG_S)
         assert (loaded.usable_blocks, loaded.reason) == (BLOCKS, "")
         checked(codec, dtype, pages, back)
         # Separate blocks, and a page of two runs, take other ways through the copier.
-        assert cache.store(others, list(pages)).result(DONE_S).stored == BLOCKS
+        assert cache.store(others, list(pages)).result(HUNG_S).stored == BLOCKS
         layers = torch.zeros(2, *SHAPE[:1], *SHAPE[2:], dtype=pages.dtype)
         pool = kvhearth.PagedKV([layers[0], layers[1]])
         numbers = np.random.default_rng(1).permutation(BLOCKS)
         into = kvhearth.Pages(pool, numbers)
-        assert cache.load(others, into).result(DONE_S).usable_blocks == BLOCKS
+        assert cache.load(others, into).result(HUNG_S).usable_blocks == BLOCKS
         checked(codec, dtype, pages, layers[:, torch.from_numpy(numbers)].transpose(0, 1))
 
 
@@ -85,12 +85,12 @@ def test_a_lossless_client_never_reads_an_encoded_block(daemon: Daemon) -> None:
     lossless = kvhearth.contract_for(pages, model="m", revision="r")
     for codec in SHARES:
         with kvhearth.open(daemon.url(), lossless.with_codec(codec)) as cache:
-            assert cache.store(keys, pages).result(DONE_S).stored == BLOCKS
+            assert cache.store(keys, pages).result(HUNG_S).stored == BLOCKS
     with kvhearth.open(daemon.url(), lossless) as cache:
         back = torch.zeros_like(pages)
-        assert cache.load(keys, back).result(DONE_S).hit_blocks == 0
-        assert cache.store(keys, pages).result(DONE_S).stored == BLOCKS
-        assert cache.load(keys, back).result(DONE_S).usable_blocks == BLOCKS
+        assert cache.load(keys, back).result(HUNG_S).hit_blocks == 0
+        assert cache.store(keys, pages).result(HUNG_S).stored == BLOCKS
+        assert cache.load(keys, back).result(HUNG_S).usable_blocks == BLOCKS
         assert torch.equal(back, pages)
 
 
@@ -104,13 +104,13 @@ def test_encoded_blocks_come_back_from_ssd(tmp_path: Path) -> None:
         running_daemon(**ssd) as daemon,
         kvhearth.open(daemon.url(), contract) as cache,
     ):
-        assert cache.store(keys, pages).result(DONE_S).stored == BLOCKS
+        assert cache.store(keys, pages).result(HUNG_S).stored == BLOCKS
         until(lambda: daemon.stats().ssd.blocks >= BLOCKS, "every block is on SSD")
         path = f"/v1/namespaces/{namespace_digest('default', contract).hex()}:evict"
         answer = ask(daemon, path, "POST", b'{"tier": "memory"}', admin=True).json
         assert (answer["evicted_blocks"], answer["ssd_blocks"]) == (BLOCKS, 0)
         back = torch.zeros_like(pages)
-        assert cache.load(keys, back).result(DONE_S).usable_blocks == BLOCKS
+        assert cache.load(keys, back).result(HUNG_S).usable_blocks == BLOCKS
         checked(codec, "bfloat16", pages, back)
 
 
@@ -126,7 +126,7 @@ def test_each_group_has_its_own_encoding(daemon: Daemon) -> None:
     client = kvhearth.connect(daemon.url(), contract, engine_id="e")
     pool = CopierPool(client, kv)
     try:
-        assert client.wait_ready(DONE_S)
+        assert client.wait_ready(HUNG_S)
         extents = client.reserve({0: 1, 1: 1})
         for group, wanted in ((0, 2048 + 64), (1, 4096)):
             copier = pool.copier(group, extents.boot_id)
@@ -134,10 +134,10 @@ def test_each_group_has_its_own_encoding(daemon: Daemon) -> None:
             ticket = copier.store(extents.boot_id, np.zeros(1, int), extents.groups[group][:, 0])
             assert ticket is not None
             assert ticket.kind is CopyKind.STORE
-            done = copier.wait(ticket, DONE_S)
+            done = copier.wait(ticket, HUNG_S)
             assert done is not None
             assert (done.bytes, done.reasons) == (wanted, {})
         client.abort(extents.groups, boot_id=extents.boot_id)
     finally:
-        assert pool.close(DONE_S)
+        assert pool.close(HUNG_S)
         client.close()

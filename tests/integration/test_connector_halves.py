@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
+from support.patience import HUNG_S
 from support.scripted_engine import (
     BLOCK_TOKENS,
     FULL,
@@ -339,7 +340,7 @@ def test_a_producer_stores_what_is_not_there_yet(daemon: Daemon) -> None:
             state = engine.half._requests.find(name)
             assert state is not None
             assert state.lookup is not None
-            assert state.lookup.wait(20) is not None
+            assert state.lookup.wait(HUNG_S) is not None
             engine.admit(request)
             engine.prefill(request)
             engine.finish(request)
@@ -400,7 +401,7 @@ def test_an_engine_that_nobody_steps_holds_no_block_at_its_end(daemon: Daemon, r
             request.num_computed_tokens = tokens
             engine.finish(request)
         assert engine.pool.held == 0
-        assert engine.half._stores.drain(20)
+        assert engine.half._stores.drain(HUNG_S)
         assert engine.run("c", "unstepped a", 160) == 160
         assert engine.run("d", "unstepped b", 160) == 96
 

@@ -17,6 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 from support.daemon import until
 from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
+from support.patience import HUNG_S
 from support.remote_servers import seaweed
 
 from kvhearth.connectors.core.settings import URL_ENV, parse_settings
@@ -54,7 +55,7 @@ def _run(*words: object, folder: Path | None = None) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -8,6 +8,7 @@ import sys
 import pytest
 from support.daemon import running_daemon
 from support.http_door import ANY_PORT, ask
+from support.patience import HUNG_S
 from support.raw_door import PAGE_BYTES, goes_on
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
@@ -20,7 +21,7 @@ def test_help() -> None:
     asked = [["--help"], *([verb, "--help"] for verb in VERBS)]
     program = f"from kvhearth_server.cli.app import run; print([run(each) for each in {asked}])"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HUNG_S, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(f"{[0] * len(asked)}\n")

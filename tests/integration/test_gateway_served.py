@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ask, scraped
+from support.patience import HUNG_S
 from support.remote_raw import PAGE_BYTES, RawSession, close_all, keys_of, refusal_of
 
 from kvhearth.wire.remote import Outcome
@@ -104,7 +105,7 @@ def test_a_gateway_whose_daemon_dies_at_once_ends_silently(tmp_path: Path, said:
                 stdout=stdout,
                 stderr=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
-                timeout=60,
+                timeout=HUNG_S,
                 check=False,
             )
     assert ended.returncode == 0

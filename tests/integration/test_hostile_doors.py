@@ -17,7 +17,8 @@ from typing import IO
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, address_of, ask, scraped
-from support.raw_door import CALL_S, PAGE_BYTES, RawSession, end_well, goes_on
+from support.patience import HUNG_S
+from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on
 
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
@@ -42,7 +43,7 @@ def send(address: str | tuple[str, int], data: bytes) -> None:
     """Send bytes on a connection of its own, and read until its end."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     with socket.socket(family) as line, contextlib.suppress(ConnectionError):
-        line.settimeout(30)
+        line.settimeout(HUNG_S)
         line.connect(address)
         line.sendall(data)
         line.shutdown(socket.SHUT_WR)
@@ -157,7 +158,7 @@ def idle(address: str | tuple[str, int], count: int, lines: contextlib.ExitStack
     for _ in range(count):
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
         line = lines.enter_context(socket.socket(family))
-        line.settimeout(CALL_S)
+        line.settimeout(HUNG_S)
         with contextlib.suppress(OSError):
             line.connect(address)
 
@@ -188,7 +189,7 @@ def test_a_session_has_its_fair_part_of_calls(poor: Daemon) -> None:
         count = 0
         for _ in range(CALLS_PER_SESSION_MAX + 1):
             line = lines.enter_context(socket.socket(socket.AF_UNIX))
-            line.settimeout(CALL_S)
+            line.settimeout(HUNG_S)
             line.connect(str(poor.socket_dir / "calls.sock"))
             token = session.token.encode()
             line.sendall(frames.HEADER.pack(len(token), frames.OPEN, 0) + token)

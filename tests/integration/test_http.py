@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, Answer, Scrape, address_of, ask
+from support.patience import HUNG_S
 from support.raw_door import PAGE_BYTES, end_well, goes_on, new_keys
 
 from kvhearth.errors import KVHearthError
@@ -55,7 +56,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 def opened(daemon: Daemon) -> socket.socket:
     """Open a connection to the daemon's HTTP server."""
-    return socket.create_connection(address_of(daemon), timeout=20)
+    return socket.create_connection(address_of(daemon), timeout=HUNG_S)
 
 
 # -- probes and state --------------------------------------------------------------------------
@@ -436,7 +437,9 @@ def test_pages_are_small_and_run_nothing_else(daemon: Daemon) -> None:
 
 def test_viewers_are_bounded(daemon: Daemon) -> None:
     host, _, port = str(daemon.ready()["http"]).rpartition(":")
-    viewers = [http.client.HTTPConnection(host, int(port), timeout=20) for _ in range(VIEWERS_MAX)]
+    viewers = [
+        http.client.HTTPConnection(host, int(port), timeout=HUNG_S) for _ in range(VIEWERS_MAX)
+    ]
     try:
         for each in viewers:
             each.request("GET", "/v1/events")
@@ -467,7 +470,7 @@ def test_a_busy_port_is_said_before_anything_is_served() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with stopped_daemon(arena=False, command=True, http=address) as daemon:
-            assert daemon.launch().wait(30) == 1
+            assert daemon.launch().wait(HUNG_S) == 1
             assert f"cannot serve HTTP on {address}: Address already in use" in daemon.log_text()
             assert "--http off" in daemon.log_text()
             assert not (daemon.socket_dir / "admin.token").exists()
@@ -475,7 +478,7 @@ def test_a_busy_port_is_said_before_anything_is_served() -> None:
 
 def test_other_machines_only_on_demand() -> None:
     with stopped_daemon(arena=False, command=True, http="0.0.0.0:0") as daemon:
-        assert daemon.launch().wait(30) == 2
+        assert daemon.launch().wait(HUNG_S) == 2
         assert "other machines may reach 0.0.0.0:0" in daemon.log_text()
     with running_daemon(arena=False, http="0.0.0.0:0", http_insecure=True) as daemon:
         assert ask(daemon, "/livez", Host="anything.example").status == 200

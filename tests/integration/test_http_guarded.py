@@ -15,6 +15,7 @@ import pytest
 from support.certificates import Authority
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, address_of, ask
+from support.patience import HUNG_S
 
 from kvhearth_server.gateway.tokens import Identity, Role, add_token, new_token
 
@@ -51,7 +52,7 @@ def get(daemon: Daemon, ca: Path, path: str, token: str = "") -> tuple[int, str]
     """Ask over TLS."""
     _, port = address_of(daemon)
     context = ssl.create_default_context(cafile=str(ca))
-    connection = http.client.HTTPSConnection("localhost", port, timeout=20, context=context)
+    connection = http.client.HTTPSConnection("localhost", port, timeout=HUNG_S, context=context)
     try:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         connection.request("GET", path, headers=headers)
@@ -86,7 +87,7 @@ def test_roles_over_https(guarded: Daemon, authority: Authority) -> None:
 
 def test_plain_http_is_no_way_in(guarded: Daemon) -> None:
     with (
-        socket.create_connection(("127.0.0.1", address_of(guarded)[1]), timeout=20) as line,
+        socket.create_connection(("127.0.0.1", address_of(guarded)[1]), timeout=HUNG_S) as line,
         line.makefile("rb") as answer,
     ):
         line.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -95,7 +96,7 @@ def test_plain_http_is_no_way_in(guarded: Daemon) -> None:
 
 def test_half_open_handshakes_do_not_shut_the_door(guarded: Daemon, authority: Authority) -> None:
     lines = [
-        socket.create_connection(("127.0.0.1", address_of(guarded)[1]), timeout=20)
+        socket.create_connection(("127.0.0.1", address_of(guarded)[1]), timeout=HUNG_S)
         for _ in range(100)
     ]
     assert get(guarded, authority.path, "/livez")[0] == 200
@@ -107,7 +108,7 @@ def test_an_address_that_others_reach_needs_both(authority: Authority, tokens_fi
     cert, key = authority.issue("localhost", file="again")
     for files in ({"tls_cert": cert, "tls_key": key}, {"tokens_file": tokens_file}):
         with stopped_daemon(arena=False, command=True, http="0.0.0.0:0", **files) as daemon:
-            assert daemon.launch().wait(30) == 2
+            assert daemon.launch().wait(HUNG_S) == 2
             assert "tls_cert, tls_key and tokens_file, or say http_insecure" in daemon.log_text()
 
 

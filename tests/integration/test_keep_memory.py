@@ -14,6 +14,7 @@ from typing import IO
 
 import pytest
 from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
+from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.served import back, served
 
@@ -160,7 +161,7 @@ def test_without_its_memory_the_arena_starts_cold_and_says_so() -> None:
 
 def test_without_a_descriptor_store_the_start_is_refused() -> None:
     with stopped_daemon(keep_memory=True) as daemon:
-        assert daemon.launch().wait(20) == 3
+        assert daemon.launch().wait(HUNG_S) == 3
         assert "FileDescriptorStoreMax= in the unit" in daemon.log_text()
 
 
@@ -169,7 +170,7 @@ def test_other_places_of_the_memory_are_not_taken_without_being_asked() -> None:
         assert daemon.terminate() == 0
         daemon.settings["keep_memory"] = True
         process = daemon.launch()
-        assert process.wait(20) == 3
+        assert process.wait(HUNG_S) == 3
         assert "discard-arena" in daemon.log_text()
         daemon.settings["keep_memory"] = False
         daemon.start()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support.daemon import until
 from support.memory_places import Child, mounted, need_hugepages, tmpfs_directory
+from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.memory_limits import MemoryLimit
@@ -192,7 +193,7 @@ def test_client_lock_outlives_the_client_in_a_forked_child(
         os.close(descriptor)
         child.socket.recv(12, socket.MSG_WAITALL)
         child.process.kill()
-        child.process.wait(20)
+        child.process.wait(HUNG_S)
         assert segment.client_byte_held(0)
         child.socket.close()  # the forked child reads end-of-file and exits
         until(lambda: not segment.client_byte_held(0), "byte 0 comes free")

@@ -14,6 +14,7 @@ import pytest
 from support.browser import Browser, browser
 from support.daemon import Daemon, free_port, running_daemon, until
 from support.http_door import ask
+from support.patience import HUNG_S
 from support.raw_door import new_keys
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
@@ -60,7 +61,7 @@ def load(daemon: Daemon, model: str, page_bytes: int) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(HUNG_S)
 
 
 def address(daemon: Daemon) -> str:

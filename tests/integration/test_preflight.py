@@ -16,6 +16,7 @@ import pytest
 import yaml
 from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
 from support.memory_places import HUGE, mounted, on_hugetlbfs, tmpfs_directory
+from support.patience import HUNG_S
 
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
@@ -26,7 +27,6 @@ from kvhearth_server.memory.plan import CATALOGUE_NAME
 from kvhearth_server.tiers.ssd.superblock import SUPERBLOCK_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
-EXIT_S = 30.0
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
@@ -58,7 +58,7 @@ def happened(daemon: Daemon) -> int:
     until(
         lambda: process.poll() is not None or any('"ready"' in each for each in daemon.own_lines()),
         "it is ready or ends",
-        EXIT_S,
+        HUNG_S,
     )
     code = process.poll()
     daemon.kill()
@@ -249,7 +249,7 @@ def test_the_verdict_is_the_last_line(tmp_path: Path) -> None:
     with stopped_daemon(arena=False) as daemon:
         daemon.arena_dir = tmp_path / "no" / "arena"
         words = [ROOT / ".venv/bin/kvhearth", "doctor", *daemon.flags()]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HUNG_S)
     assert done.returncode == 3
     last = done.stdout.splitlines()[-1]
     assert last.startswith("not ready, kvhearth serve would end with 3: arena_dir")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support.cached import (
     CONTRACT,
-    DONE_S,
     PAGE_BYTES,
     CachedEngine,
     cached_engine,
@@ -21,6 +20,7 @@ from support.cached import (
 )
 from support.certificates import Authority
 from support.daemon import Daemon, running_daemon, until
+from support.patience import HUNG_S
 from support.remote_raw import GatewayProcess, gateway
 
 from kvhearth import PagedKV, connect
@@ -131,7 +131,7 @@ def moved(client: KVClient, kind: CopyKind, boot_id: str, extents: Records, page
     else:
         ticket = copier.load(boot_id, extents, numbers)
     assert ticket is not None
-    done = copier.wait(ticket, DONE_S)
+    done = copier.wait(ticket, HUNG_S)
     assert done is not None
     assert done.ok.all(), done.reasons
     assert copier.close()
@@ -188,7 +188,7 @@ def test_without_a_gateway_all_is_a_miss_until_the_next_one(
         assert engine.load(keys).usable_blocks == 0
         assert engine.store(keys_of(2)).stored == 0
         with gateway(daemon.socket_dir, "--listen", f"127.0.0.1:{process.port}"):
-            assert engine.client.wait_ready(DONE_S)
+            assert engine.client.wait_ready(HUNG_S)
             assert engine.load(keys).usable_blocks == 16
             assert engine.store(keys_of(4)).stored == 4
     daemon.wait_quiet()
@@ -206,7 +206,7 @@ def test_a_killed_daemon_is_a_miss_until_the_next_one(
         until(lambda: engine.client.boot_id != boot_id, "its end is noticed")
         assert engine.load(keys).usable_blocks == 0
         daemon.start()
-        assert engine.client.wait_ready(DONE_S)
+        assert engine.client.wait_ready(HUNG_S)
         assert engine.client.boot_id != boot_id
         # The arena is a file: a warm daemon adopts its blocks.
         until(lambda: engine.load(keys).usable_blocks == 16, "the blocks are there")
@@ -227,8 +227,8 @@ def test_kills_while_bytes_move_serve_no_wrong_byte(
                 daemon.restart()
             else:
                 os.kill(process.child, signal.SIGKILL)
-            assert all(each.result(DONE_S) is not None for each in begun)
-            begun_store.result(DONE_S)
+            assert all(each.result(HUNG_S) is not None for each in begun)
+            begun_store.result(HUNG_S)
             until(lambda: engine.client.wait_ready(1.0), "attached again")
         until(lambda: engine.load(keys).usable_blocks == 64, "all loads again")
 

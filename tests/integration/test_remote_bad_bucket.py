@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.bad_bucket import BadBucket, bad_bucket
-from support.movers import DEADLINE_S, MoverDesk, kinds, mover_desk
+from support.movers import MoverDesk, kinds, mover_desk
+from support.patience import HUNG_S
 from support.tiers import family
 
 from kvhearth_server.tiers.remote.names import MARK_NAME
@@ -159,4 +160,4 @@ def test_secrets_are_not_on_the_command_line(served: tuple[BadBucket, MoverDesk]
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     lines = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
     assert b"fleet key" not in lines
-    assert DEADLINE_S
+    assert HUNG_S

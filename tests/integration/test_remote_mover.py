@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.movers import DEADLINE_S, SPACE, MoverDesk, kinds, mover_desk
+from support.movers import SPACE, MoverDesk, kinds, mover_desk
+from support.patience import HUNG_S
 from support.tiers import LENGTH, family, key_of, keys_of
 
 from kvhearth_server.tiers.base import Refusal, Throttled
@@ -59,7 +60,7 @@ def test_a_load_ends_at_its_first_miss(desk: MoverDesk) -> None:
 def test_a_slot_that_changed_is_not_published(desk: MoverDesk) -> None:
     request = desk.put_request(range(2))
     desk.slot(request.places[1, 0], 1)[0] ^= 1
-    answer = desk.final(desk.mover.submit(request, DEADLINE_S))
+    answer = desk.final(desk.mover.submit(request, HUNG_S))
     assert kinds(answer) == ["Done", "Corrupt source"]
     assert kinds(desk.exists(range(2))) == ["Done", "Missing"]
 
@@ -106,7 +107,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 def test_blocks_beyond_the_staging_memory_are_refused(tmp_path: Path) -> None:
     with mover_desk(f"file://{tmp_path}", staging_bytes=1 << 20) as small:
         request = small.up().put_request([0], family(length=2 << 20))
-        assert small.mover.submit(request, DEADLINE_S) == Throttled("too_large")
+        assert small.mover.submit(request, HUNG_S) == Throttled("too_large")
 
 
 def test_a_killed_helper_is_replaced_and_slots_are_free(desk: MoverDesk) -> None:
@@ -158,7 +159,7 @@ def children() -> list[int]:
 
 def test_more_than_staging_holds_is_refused_for_now(desk: MoverDesk) -> None:
     of = family(length=1 << 20)
-    first = desk.mover.submit(desk.put_request(range(12), of), DEADLINE_S)
+    first = desk.mover.submit(desk.put_request(range(12), of), HUNG_S)
     assert desk.mover.submit(desk.get_request(range(12), of), 1.0) == Throttled(Refusal.QUEUE)
     desk.final(first)
     huge = family(length=17 << 20)
@@ -179,7 +180,7 @@ def test_cancelled_rows_do_not_begin(desk: MoverDesk) -> None:
     pid = desk.mover.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    ticket = desk.mover.submit(desk.get_request(range(4)), DEADLINE_S)
+    ticket = desk.mover.submit(desk.get_request(range(4)), HUNG_S)
     assert isinstance(ticket, int)
     desk.mover.cancel(ticket)
     os.kill(pid, signal.SIGCONT)

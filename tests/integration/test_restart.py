@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.served import back, served
 from support.ssd_kit import SSD, saved
@@ -325,6 +326,6 @@ def test_a_directory_of_another_kind_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with stopped_daemon() as daemon:
         own, daemon.arena_dir = daemon.arena_dir, missing
-        assert daemon.launch().wait(30) == 3
+        assert daemon.launch().wait(HUNG_S) == 3
         assert str(missing) in daemon.log_text()
         daemon.arena_dir = own

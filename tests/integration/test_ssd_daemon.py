@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import Scrape, ask
+from support.patience import HUNG_S
 from support.raw_door import new_keys
 
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
@@ -27,7 +28,6 @@ from kvhearth_server.tiers.ssd.format import (
 PAGE = 64 << 10
 CONTRACT = contract_of(PAGE, shards=2)
 MEMORY, CONFIG = 3, 2
-EXIT_S = 30.0
 CAPACITY = (64 << 20) - RESERVE_BYTES
 Run = Callable[..., tuple[int, str, str]]
 
@@ -169,7 +169,7 @@ def test_without_a_tier_nothing_is_said_of_it(
 
 def last_words(daemon: Daemon, status: int) -> str:
     """Returns the one line with which a start fails."""
-    assert daemon.launch().wait(EXIT_S) == status, daemon.log_tail()
+    assert daemon.launch().wait(HUNG_S) == status, daemon.log_tail()
     assert "Traceback" not in daemon.log_text(), daemon.log_tail()
     return daemon.log_text().splitlines()[-1].removeprefix("kvhearth: error: ")
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ask
+from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.ssd_kit import CONTRACT, PAGE, SSD, fetch_all, saved, store_all
 
@@ -214,7 +215,7 @@ def test_a_person_is_asked(daemon: Daemon, answer: str) -> None:
     try:
         os.write(ours, f"{answer}\n".encode())
         done = subprocess.run(
-            words, env=environ, stdin=theirs, capture_output=True, timeout=60, check=False
+            words, env=environ, stdin=theirs, capture_output=True, timeout=HUNG_S, check=False
         )
     finally:
         os.close(ours)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cached import DONE_S, CachedEngine, cached_engine
+from support.cached import CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
+from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.scripted_engine import BLOCK_TOKENS, FULL, PAGE_BYTES, ScriptedEngine, scripted_engine
 
@@ -93,7 +94,7 @@ def test_a_daemon_that_is_killed_during_promotion(tmp_path: Path) -> None:
         future = engine.begin_load(keys[:200], wait_s=10.0)
         boot_id = engine.client.boot_id
         own.kill()
-        future.result(DONE_S)
+        future.result(HUNG_S)
         own.start()
         until(lambda: engine.client.boot_id not in ("", boot_id), "it attaches again")
         until(lambda: own.read_back, "it is read back")

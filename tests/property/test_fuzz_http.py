@@ -23,6 +23,7 @@ from schemathesis.specs.openapi import checks
 from support.daemon import Daemon, running_daemon
 from support.fuzz import fuzz
 from support.http_door import ANY_PORT, address_of, ask
+from support.patience import HUNG_S
 from support.raw_door import RawSession, end_well, raw_contract
 
 from kvhearth.errors import STATUS, Reason
@@ -105,7 +106,7 @@ def test_requests_of_the_description(place: Place, label: str) -> None:
             case.path_parameters["ns"] = place.victim
         headers = {"Authorization": f"Bearer {token}"} if admitted and label != DRAIN else {}
         base_url = f"http://{host}:{port}"
-        response = case.call(base_url=base_url, session=line, headers=headers, timeout=20)
+        response = case.call(base_url=base_url, session=line, headers=headers, timeout=HUNG_S)
         case.validate_response(response, checks=CHECKS)
         reason = judge(response)
         if reason is not None:

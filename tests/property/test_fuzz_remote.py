@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import Liar, changed, fuzz
+from support.patience import HUNG_S
 
 from kvhearth.copiers.remote import RemoteCopier
 from kvhearth.errors import KVHearthError, Reason
@@ -28,7 +29,6 @@ from kvhearth.wire.remote import DATA_HEADER, DataKind, GatewayTerms, Outcome
 
 BLOCK_BYTES = 512
 BLOCKS = 3
-DONE_S = 30.0
 WELCOME = Welcome("b", 1, "t", 1, "n", 1, 8, 9, 1 << 20, 9, [SegmentInfo(0, 1 << 16, 4096)])
 GUARD = 0xA5
 
@@ -104,7 +104,7 @@ def test_any_answer_on_a_data_connection(door: tuple[Liar, int], direct: bool) -
             "token",
             1,
             window_bytes=1 << 20,
-            connect_s=DONE_S,
+            connect_s=HUNG_S,
             alive=lambda: True,
         )
         remote = RemoteArena(WELCOME, lines, 1 << 20, lambda: True)
@@ -120,12 +120,12 @@ def test_any_answer_on_a_data_connection(door: tuple[Liar, int], direct: bool) -
         else:
             ticket = copier.load("b", extents, numbers)
         assert ticket is not None
-        done = copier.wait(ticket, DONE_S)
+        done = copier.wait(ticket, HUNG_S)
         assert done is not None
         assert sum(done.reasons.values()) == np.count_nonzero(~done.ok)
         assert (pages[[0, -1]] == GUARD).all()
         assert (pages == GUARD).all() or not store
-        assert copier.close(DONE_S)
+        assert copier.close(HUNG_S)
         remote.close()
         remote.staging.check_books()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.memory_places import Child
-from support.tiers import DEADLINE_S, Arena, Desk, family, settings
+from support.patience import HUNG_S
+from support.tiers import Arena, Desk, family, settings
 
 from kvhearth_server.tiers.base import Corrupt, Done, Failed
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
@@ -19,6 +20,7 @@ WRITER = """
 import struct
 sys.path.insert(0, arguments[0])
 from pathlib import Path
+from support.patience import HUNG_S
 from support.tiers import Arena, Desk, family, settings
 from kvhearth_server.tiers.base import Done
 from kvhearth_server.tiers.ssd.tier import SsdTier
@@ -37,7 +39,7 @@ while left:
     acknowledged = [numbers[row] for row in sorted(done)]
     peer.sendall(struct.pack(f"<{len(acknowledged)}I", *acknowledged))
     left = [n for row, n in enumerate(numbers) if row not in done] + left[8:]
-tier.drain(5)
+tier.drain(HUNG_S)
 peer.sendall(struct.pack("<I", 2**32 - 2))
 peer.recv(1)
 """
@@ -61,7 +63,7 @@ def run_writer(
     acknowledged: list[int] = []
     words = (str(numbers.start), str(numbers.stop), str(segments), str(shards), interface)
     with Child(WRITER, TESTS, str(folder), *words, fault=fault) as child:
-        child.socket.settimeout(DEADLINE_S)
+        child.socket.settimeout(HUNG_S)
         data = b""
         while piece := child.socket.recv(4096):
             data += piece
@@ -70,7 +72,7 @@ def run_writer(
             data = data[whole:]
             if FINISHED in acknowledged or (kill_after and len(acknowledged) > kill_after):
                 child.process.kill()
-        child.process.wait(DEADLINE_S)
+        child.process.wait(HUNG_S)
     return [number for number in acknowledged if number not in (STARTED, FINISHED)]
 
 
@@ -81,7 +83,7 @@ def check(folder: Path, numbers: list[int], *, segments: int, shards: int = 1) -
     tier = SsdTier(options, [arena.bytes])
     desk = Desk(tier, arena)
     try:
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + HUNG_S
         while tier.figures().locked_files:  # requests of the dead process must end first
             desk.step()
             assert time.monotonic() < end

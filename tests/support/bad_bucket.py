@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from support.patience import HUNG_S
+
 _NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>no such bucket</Message></Error>"
 _SKEW = b"<Error><Code>RequestTimeTooSkewed</Code></Error>"
 _CODES = {
@@ -88,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rfile.read(length)
             self._answer(int(mode), _CODES[mode])
         elif mode == "stall":
-            self.server.released.wait(30)
+            self.server.released.wait(HUNG_S)
             self.close_connection = True
         elif mode == "reset":
             self.connection.close()

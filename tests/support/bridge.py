@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.wire.remote import PREFACE, Purpose, purpose_of
+from support.patience import HUNG_S
 
 
 class Bridge:
@@ -32,7 +33,7 @@ class Bridge:
                 socket.socket.shutdown(each, socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(HUNG_S)
 
     def _spawn(self, function: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=function, args=arguments, daemon=True)
@@ -63,7 +64,7 @@ class Bridge:
             back = threading.Thread(target=_pump, args=(far, near), daemon=True)
             back.start()
             _pump(near, far)
-            back.join(5)
+            back.join(HUNG_S)
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

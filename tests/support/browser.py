@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from support.patience import HUNG_S
+
 NAMES = ("chromium-headless-shell", "chromium")
-_ANSWER_S = 30.0
 
 
 class Browser:
@@ -43,7 +44,7 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._to_browser, json.dumps(message).encode() + b"\0")
-        end = time.monotonic() + _ANSWER_S
+        end = time.monotonic() + HUNG_S
         while True:
             found = self._message(end)
             if found.get("id") == self._number:
@@ -132,7 +133,7 @@ def browser() -> Iterator[Browser]:
         os.close(to_browser)
         os.close(answers)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
+            process.wait(HUNG_S)
         process.kill()
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)

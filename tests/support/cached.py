@@ -13,11 +13,11 @@ from kvhearth import Cache, LoadResult, PagedKV, Pages, StoreResult, Transfer, c
 from kvhearth.copiers.host import HostCopier
 from kvhearth.model import U8, Bools
 from kvhearth_lab.harness.engine import content, contract_of
+from support.patience import HUNG_S
 
 PAGE_BYTES = 64 * 1024
 BLOCK_TOKENS = 16
 CONTRACT = contract_of(PAGE_BYTES)
-DONE_S = 20.0
 POOL_PAGES = 600
 
 
@@ -56,7 +56,7 @@ class GateCopier(HostCopier):
         cls = GateCopier
         cls.stores += 1
         cls.on_store(cls.stores)
-        assert cls.gate.wait(DONE_S)
+        assert cls.gate.wait(HUNG_S)
         return super().store_now(*arguments)
 
 
@@ -109,14 +109,14 @@ class CachedEngine:
         """Compute, store and wait; a third of the stores are of a pool's pages."""
         self._turn += 1
         if self._turn % 3 or len(keys) > POOL_PAGES:
-            return self.begin_store(keys, parent).result(DONE_S)
+            return self.begin_store(keys, parent).result(HUNG_S)
         numbers = np.random.default_rng(self._turn).permutation(POOL_PAGES)[: len(keys)]
         self._pool[numbers] = computed(keys)
-        return self.cache.store(keys, Pages(self._kv, numbers), parent=parent).result(DONE_S)
+        return self.cache.store(keys, Pages(self._kv, numbers), parent=parent).result(HUNG_S)
 
     def load(self, keys: Sequence[bytes], wait_s: float = 0.0) -> LoadResult:
         """Load ``keys`` and compare the loaded bytes."""
-        return self.begin_load(keys, wait_s).result(DONE_S)
+        return self.begin_load(keys, wait_s).result(HUNG_S)
 
     def loadable(self, keys: Sequence[bytes]) -> int:
         """Return how many of ``keys`` load correctly, one by one."""
@@ -128,7 +128,7 @@ class CachedEngine:
 
     def close(self) -> None:
         """Close everything; fails if a wrong byte was served or a transfer has no outcome."""
-        assert self.cache.close(DONE_S)
+        assert self.cache.close(HUNG_S)
         assert all(future.done() for future in self._begun)
         assert self.wrong == []
 
@@ -138,7 +138,7 @@ def cached_engine(url: str, *, ready: bool = True, **options: Any) -> Iterator[C
     """Yield an engine, and close it at the end."""
     engine = CachedEngine(url, **options)
     try:
-        assert not ready or engine.client.wait_ready(DONE_S)
+        assert not ready or engine.client.wait_ready(HUNG_S)
         yield engine
     except BaseException:
         print(engine.client.counters())

@@ -23,10 +23,10 @@ from kvhearth.copiers.base import CopyKind
 from kvhearth.copiers.cudart import NOT_READY, RELAXED, DeviceMemory, Scratch
 from kvhearth.copiers.descriptors import Recoding
 from kvhearth.copiers.device import PIECE_BYTES, CopyDevice
+from support.patience import HUNG_S
 from support.triton_interpreter import interpreted_kernels
 
 GLOBAL = 0
-DEADLINE_S = 10.0
 LOWEST, HIGHEST = 0, -5
 ENGINE_STREAM = 7
 
@@ -137,9 +137,7 @@ class FakeCuda:
             if predicate():
                 return
             with self._told:
-                told = self._told.wait_for(
-                    lambda before=before: self._told_count != before, DEADLINE_S
-                )
+                told = self._told.wait_for(lambda before=before: self._told_count != before, HUNG_S)
             assert told, "nothing happens"
 
     def wait_still(self) -> None:
@@ -437,7 +435,7 @@ class FakeCuda:
     def _drain(self, stream: int) -> None:
         """Run a stream to its end, as a copy of unregistered memory does for its caller."""
         pause = threading.Event()
-        for _ in range(int(DEADLINE_S / 0.001)):
+        for _ in range(int(HUNG_S / 0.001)):
             while self.advance():
                 pass
             if not self.streams[stream].work:
@@ -464,7 +462,7 @@ class FakeCuda:
     def _pass_gate(self) -> None:
         if not self.gate.is_set():
             self.stalled.set()
-            assert self.gate.wait(DEADLINE_S), "a test forgot to open the gate"
+            assert self.gate.wait(HUNG_S), "a test forgot to open the gate"
             self.stalled.clear()
 
 

@@ -19,6 +19,7 @@ from kvhearth import native
 from kvhearth_lab.harness import daemon as harness
 from kvhearth_server.engine.snapshot import Stats
 from support.nursery import Child, nursery
+from support.patience import HUNG_S
 
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 """Directory for arenas: a tmpfs, or a mounted hugetlbfs to try that."""
@@ -40,7 +41,7 @@ _NATIVE = {name: text for name, text in os.environ.items() if name == native.VAR
 def until(
     condition: Callable[[], Any],
     what: str = "the condition",
-    timeout_s: float = 20.0,
+    timeout_s: float = HUNG_S,
     *,
     pause_s: float = 0.01,
 ) -> Any:
@@ -132,7 +133,7 @@ class Daemon(harness.Daemon):
         ]
         return not (any(bound) or found.sessions or found.groups or found.leases)
 
-    def wait_quiet(self, timeout_s: float = 20.0) -> None:
+    def wait_quiet(self, timeout_s: float = HUNG_S) -> None:
         """Wait until everything that clients held is free again; fails with a list of the rest."""
         try:
             until(self.quiet, "what clients held comes back", timeout_s)

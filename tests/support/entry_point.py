@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from support.patience import HUNG_S
+
 
 def kvhearth(*words: str, prelude: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs the entry point after the statements of ``prelude``, without settings of ours in the
@@ -18,7 +20,7 @@ def kvhearth(*words: str, prelude: str = "", **environ: str) -> subprocess.Compl
         [sys.executable, "-c", code, *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
         env=kept | environ,
         check=False,
     )

@@ -13,6 +13,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
 from kvhearth.wire.frames import encode_status
+from support.patience import HUNG_S
 
 BODY_MAX = 1 << 24
 Answer = Callable[[str, Any, str], Any]
@@ -47,7 +48,7 @@ class Listener:
     def join(self) -> None:
         """Wait for the threads; answers in progress get five seconds."""
         for thread in self._threads:
-            thread.join(5)
+            thread.join(HUNG_S)
 
     def _spawn(self, function: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=function, args=args, daemon=True)

@@ -27,12 +27,12 @@ from kvhearth.wire.frames import STATUS_DETAILS_KEY, encode_status
 from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
 from kvhearth_server.transport.rpc import cache_service
 from support.fake_calls import FakeCalls, Listener
+from support.patience import HUNG_S
 
 SEGMENT_BYTES = 64 * 1024
 PAGE_BYTES = 4096
 SLOTS = SEGMENT_BYTES // PAGE_BYTES
 KEY_BYTES = 32
-HELD_S = 30.0
 
 Answer = Callable[[Any], Any]
 
@@ -129,7 +129,7 @@ class FakeDaemon:
         self._attach.refuse()
         if not keep_lines:
             self.drop_lines()
-        self._server.stop(None).wait(5)
+        self._server.stop(None).wait(HUNG_S)
         self._threads.shutdown()
         self._calls.stop()
         self._attach.join()
@@ -199,7 +199,7 @@ class FakeDaemon:
     def wait_counts(self, *, byes: int, ended: int) -> None:
         """Wait for so many goodbyes and ends of sessions since the start."""
         with self._changed:
-            there = self._changed.wait_for(lambda: (self.byes, self.ended) == (byes, ended), HELD_S)
+            there = self._changed.wait_for(lambda: (self.byes, self.ended) == (byes, ended), HUNG_S)
         assert there, f"{self.byes} goodbyes, {self.ended} ends"
 
     def _greet(self, line: socket.socket, hello: Hello) -> bool:

@@ -29,6 +29,7 @@ from kvhearth_server.gateway.data import DataConnection
 from kvhearth_server.gateway.grants import Extent, Grants
 from kvhearth_server.gateway.streams import Stream
 from support.arena_fake import FakeArena
+from support.patience import HUNG_S
 
 TOKEN = "secret-of-the-session"
 
@@ -75,7 +76,7 @@ class FakeGateway:
         self._listener.close()
         self.drop()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(HUNG_S)
 
     def _spawn(self, function: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=function, args=arguments, daemon=True)

@@ -11,6 +11,8 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from support.patience import HUNG_S
+
 EXAMPLES_LEAST = int(os.environ.get("KVHEARTH_FUZZ_EXAMPLES", "0"))
 """Least number of examples of each property, for longer runs."""
 texts = st.text(st.characters(codec=None), max_size=20)
@@ -64,7 +66,7 @@ class Liar:
     def close(self) -> None:
         """End the thread."""
         self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10)
+        self._thread.join(HUNG_S)
         self._listener.close()
         assert not self._thread.is_alive()
 

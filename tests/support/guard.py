@@ -27,11 +27,10 @@ import pytest
 import structlog
 
 from support import nursery
+from support.patience import HUNG_S
 
 PURE = ("unit", "contract", "golden", "property")
 CPU_S_MAX = 5.0
-ENDED_S = 30.0
-"""Time that threads, and descriptors that they close, get to end after their test."""
 _TESTS = str(Path(__file__).resolve().parents[1])
 _NOT_OURS = ("PYTEST_CURRENT_TEST",)
 
@@ -63,7 +62,7 @@ class State:
 
     def _resources_left(self) -> list[str]:
         found = list[str]()
-        end = time.monotonic() + ENDED_S
+        end = time.monotonic() + HUNG_S
         for thread in set(threading.enumerate()) - self.threads:
             thread.join(max(end - time.monotonic(), 0.0))
         names = sorted(each.name for each in set(threading.enumerate()) - self.threads)

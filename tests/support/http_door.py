@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.daemon import Daemon, until
+from support.patience import HUNG_S
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -50,7 +51,7 @@ def ask(
         headers["Authorization"] = f"Bearer {token}"
     if body is not None:
         headers.setdefault("Content-Type", "application/json")
-    connection = http.client.HTTPConnection(*address_of(daemon), timeout=20)
+    connection = http.client.HTTPConnection(*address_of(daemon), timeout=HUNG_S)
     try:
         connection.request(method, path, body, headers)
         response = connection.getresponse()

@@ -20,10 +20,10 @@ from kvhearth_server.config.load import Settings
 from kvhearth_server.memory.mapping import Filesystem, FilesystemKind, KernelMemory, filesystem_kind
 from kvhearth_server.memory.plan import room_of
 from kvhearth_server.preflight import arena_plan
+from support.patience import HUNG_S
 
 MIB = 1 << 20
 HUGE = 2 * MIB
-CHILD_DEADLINE_S = 20.0
 MS_RDONLY, MNT_DETACH = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
@@ -87,7 +87,7 @@ class Child:
 
     def __init__(self, script: str, *arguments: str, fault: str = "") -> None:
         self.socket, peer = socket.socketpair()
-        self.socket.settimeout(CHILD_DEADLINE_S)
+        self.socket.settimeout(HUNG_S)
         head = (
             "import socket, sys\n"
             f"peer = socket.socket(fileno={peer.fileno()})\narguments = sys.argv[1:]\n"
@@ -106,7 +106,7 @@ class Child:
     def kill(self) -> None:
         """Kill with SIGKILL and reap."""
         self.process.kill()
-        assert self.process.wait(CHILD_DEADLINE_S) == -signal.SIGKILL
+        assert self.process.wait(HUNG_S) == -signal.SIGKILL
         self.socket.close()
 
     def __enter__(self) -> Child:
@@ -115,4 +115,4 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
         self.process.kill()
-        self.process.wait(CHILD_DEADLINE_S)
+        self.process.wait(HUNG_S)

@@ -19,9 +19,9 @@ from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Put
 from kvhearth_server.tiers.remote.names import space_name
 from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.url import parse_remote
+from support.patience import HUNG_S
 from support.tiers import content_of, family, keys_of
 
-DEADLINE_S = 20.0
 FLEET_KEY = b"fleet key of the tests"
 SPACE = space_name(FLEET_KEY, "tests", "{}", "weights", 0)
 ARENA_BYTES = 64 << 20
@@ -52,7 +52,7 @@ class MoverDesk:
         select.select([self.mover.event_fd], [], [], min(seconds, due_s))
         self.answers += self.mover.poll()
 
-    def until(self, found: Any, deadline_s: float = DEADLINE_S) -> Any:
+    def until(self, found: Any, deadline_s: float = HUNG_S) -> Any:
         """Step until ``found`` returns something true, and return it."""
         end = time.monotonic() + deadline_s
         while not (result := found()):
@@ -111,12 +111,12 @@ class MoverDesk:
 
     def put(self, numbers: range | list[int], of: BlockSpec | None = None) -> Answer:
         """Publish blocks."""
-        return self.final(self.mover.submit(self.put_request(numbers, of), DEADLINE_S))
+        return self.final(self.mover.submit(self.put_request(numbers, of), HUNG_S))
 
     def get(self, numbers: range | list[int], of: BlockSpec | None = None) -> Answer:
         """Load blocks; every one that is done has the right bytes."""
         request = self.get_request(numbers, of)
-        answer = self.final(self.mover.submit(request, DEADLINE_S))
+        answer = self.final(self.mover.submit(request, HUNG_S))
         self.check(answer, request, numbers)
         return answer
 
@@ -136,12 +136,12 @@ class MoverDesk:
     def exists(self, numbers: range | list[int], of: BlockSpec | None = None) -> Answer:
         """Look for blocks."""
         request = Exists(SPACE, of or family(), keys_of(numbers))
-        return self.final(self.mover.submit(request, DEADLINE_S))
+        return self.final(self.mover.submit(request, HUNG_S))
 
     def delete(self, numbers: range | list[int]) -> Answer:
         """Remove blocks."""
         request = Delete(SPACE, family(), keys_of(numbers))
-        return self.final(self.mover.submit(request, DEADLINE_S))
+        return self.final(self.mover.submit(request, HUNG_S))
 
 
 def kinds(answer: Answer) -> list[str]:
@@ -159,7 +159,7 @@ def mover_desk(url: str, **changes: Any) -> Iterator[MoverDesk]:
     desk = MoverDesk(url, **changes)
     try:
         yield desk
-        assert desk.mover.drain(DEADLINE_S)
+        assert desk.mover.drain(HUNG_S)
         assert desk.mover.staging.free_bytes == desk.mover.staging.size
     finally:
         desk.mover.close()

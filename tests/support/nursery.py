@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.patience import HUNG_S
+
 TESTS = Path(__file__).resolve().parents[1]
 ANSWER_BYTES_MAX = 1 << 12
-START_S = 60.0
 PRELOADED = (
     "kvhearth_server.cli.app",
     "kvhearth_server.cli.serve",
@@ -113,7 +114,7 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 env={**variables, "PYTHONPATH": found},
             )
-        self._control.settimeout(START_S)
+        self._control.settimeout(HUNG_S)
         self.pid = self._process.pid
 
     def birth(self, run: str, files: Sequence[int] = (), **arguments: Any) -> Child:

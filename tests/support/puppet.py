@@ -18,8 +18,7 @@ from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.version import PROTOCOL_VERSION
 from support.daemon import until
 from support.nursery import nursery
-
-ANSWER_S = 30.0
+from support.patience import HUNG_S
 
 
 class PuppetError(Exception):
@@ -37,7 +36,7 @@ class Puppet:
         self._door, theirs = socket.socketpair()
         with theirs:
             self._process = nursery().birth("support.puppet_main:serve", [theirs.fileno()])
-        self._door.settimeout(ANSWER_S)
+        self._door.settimeout(HUNG_S)
         self._lines = self._door.makefile("r")
         self.session = 0
         self.boot_id = ""

@@ -29,8 +29,7 @@ from kvhearth.transports import base
 from kvhearth.transports.frames import FramesTransport, over_unix
 from kvhearth.url import parse_url
 from kvhearth.wire.handshake import Hello
-
-CALL_S = 10.0
+from support.patience import HUNG_S
 
 
 class Member:
@@ -194,7 +193,7 @@ class Member:
 
     def _call(self, rpc: Any, request: Any) -> Any:
         assert self._transport is not None
-        return self._transport.call(rpc, request, CALL_S)
+        return self._transport.call(rpc, request, HUNG_S)
 
 
 def _records(text: str) -> Records:

@@ -30,9 +30,9 @@ from kvhearth.wire.frames import STATUS_DETAILS_KEY, TOKEN_KEY, Stub, decode_sta
 from kvhearth.wire.handshake import FrameDecoder, encode_frame
 from kvhearth_lab.harness.engine import Engine
 from support.daemon import Daemon, until
+from support.patience import HUNG_S
 
 _numbers = itertools.count()
-CALL_S = 20.0
 PAGE_BYTES = 16 * 1024
 
 
@@ -61,7 +61,7 @@ def raw_hello(**changes: Any) -> dict[str, Any]:
 class RawLine:
     """A connection to the attach socket."""
 
-    def __init__(self, path: Path, timeout_s: float = CALL_S) -> None:
+    def __init__(self, path: Path, timeout_s: float = HUNG_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # A connect with a timeout would fail at once while the daemon's backlog is full.
         self._socket.connect(str(path))
@@ -177,7 +177,7 @@ class RawSession:
         token = self.token if token is None else token
         metadata = ((TOKEN_KEY, token),) if token else ()
         try:
-            return getattr(self._stub, method)(request, timeout=CALL_S, metadata=metadata)
+            return getattr(self._stub, method)(request, timeout=HUNG_S, metadata=metadata)
         except grpc.RpcError as error:
             raise refusal_of(error) from None
 
@@ -189,7 +189,7 @@ class RawSession:
         """
         call = self.channel.unary_unary(path)
         try:
-            reply: bytes = call(data, timeout=CALL_S, metadata=metadata or self.metadata)
+            reply: bytes = call(data, timeout=HUNG_S, metadata=metadata or self.metadata)
         except grpc.RpcError as error:
             raise refusal_of(error) from None
         return reply

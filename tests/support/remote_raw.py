@@ -38,10 +38,10 @@ from kvhearth.wire.remote import (
 )
 from kvhearth_lab.harness.engine import contract_of
 from support.daemon import until
+from support.patience import HUNG_S
 
 PAGE_BYTES = 64 << 10
 CONTRACT = contract_of(PAGE_BYTES)
-WAIT_S = 20.0
 
 
 class GatewayProcess:
@@ -82,7 +82,7 @@ class GatewayProcess:
     def end(self, number: int = signal.SIGTERM) -> None:
         """Send a signal and wait for the end."""
         self.process.send_signal(number)
-        self.process.wait(WAIT_S)
+        self.process.wait(HUNG_S)
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ _opened: list[socket.socket] = []
 
 def connect(port: int, tls: ssl.SSLContext | None = None) -> socket.socket:
     """Return a connection to a gateway, which ``close_all`` closes."""
-    _opened.append(socket.create_connection(("127.0.0.1", port), WAIT_S))
+    _opened.append(socket.create_connection(("127.0.0.1", port), HUNG_S))
     if tls is not None:
         _opened[-1] = tls.wrap_socket(_opened[-1], server_hostname="localhost")
     return _opened[-1]

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from support.patience import HUNG_S
+
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0
 PORTS_MAX = 55_000
 
 
@@ -77,7 +78,7 @@ class Server:
             env={**os.environ, **self.env},
         )
         log.close()
-        end = time.monotonic() + START_S
+        end = time.monotonic() + HUNG_S
         ready = self.ready or (lambda: answers(self.port))
         while not ready():
             assert self.process.poll() is None, (self.folder / "server.log").read_text()[-2000:]
@@ -164,7 +165,7 @@ def valkey_cluster(folder: Path) -> Iterator[list[Server]]:
         for each in servers[1:]:
             meet = ("CLUSTER", "MEET", "127.0.0.1", str(each.port), each.env["bus"])
             assert resp(servers[0].port, *meet) == b"+OK\r\n"
-        end = time.monotonic() + START_S
+        end = time.monotonic() + HUNG_S
         while not all(
             b"cluster_state:ok" in resp(each.port, "CLUSTER", "INFO") for each in servers
         ):
@@ -242,7 +243,7 @@ def make_bucket(url: str, name: str) -> None:
     config = {"access_key_id": ACCESS[0], "secret_access_key": ACCESS[1], "region": "us-east-1"}
     # The store of a bucket called "" would be the server: an object "name" in it is the bucket.
     signer = boto.store.S3Store(name, endpoint=endpoint, client_options=client, **config)
-    end = time.monotonic() + START_S
+    end = time.monotonic() + HUNG_S
     while True:
         import urllib.error
         import urllib.request
@@ -251,7 +252,7 @@ def make_bucket(url: str, name: str) -> None:
         signed = boto.sign(signer, "PUT", "", timedelta(seconds=60))
         request = urllib.request.Request(signed, method="PUT", data=b"")
         try:
-            with urllib.request.urlopen(request, timeout=5.0):
+            with urllib.request.urlopen(request, timeout=HUNG_S):
                 return
         except urllib.error.HTTPError as error:
             if error.code == 409:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from support.daemon import until
+from support.patience import HUNG_S
 
 ROOTFS = Path(__file__).resolve().parents[2] / "deploy/docker/rootfs.py"
 OVERFLOW_UID = 65534
@@ -104,7 +105,7 @@ class Jail:
             env=self._environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HUNG_S,
             check=False,
             **self._privileges(),
         )
@@ -148,7 +149,7 @@ class Jail:
         with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(self.daemon_pid, signal.SIGKILL)
         try:
-            self.process.wait(10)
+            self.process.wait(HUNG_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

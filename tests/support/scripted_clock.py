@@ -16,9 +16,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvhearth.clock import Clock
+from support.patience import HUNG_S
 
-REAL_S = 30.0
-"""Real seconds after which a test's wait fails."""
 _LOOK_S = 0.002
 """Real pause of the driver: what no thread of the clock does may end a wait."""
 _LOCK_S = 0.02
@@ -107,14 +106,14 @@ class ScriptedClock(Clock):
             self._waits[wait.thread] = wait
             self._changed()
         try:
-            ended = condition.wait_for(wait.over, REAL_S)
+            ended = condition.wait_for(wait.over, HUNG_S)
             while not ended and wait.thread is not self._test:
-                ended = condition.wait_for(wait.over, REAL_S)
+                ended = condition.wait_for(wait.over, HUNG_S)
         finally:
             with self._lock:
                 del self._waits[wait.thread]
                 self._changed()
-        assert ended, f"no end of a wait in {REAL_S} s: {self._busy()}"
+        assert ended, f"no end of a wait in {HUNG_S} s: {self._busy()}"
         return bool(predicate())
 
     def start(self, thread: threading.Thread) -> None:
@@ -130,7 +129,7 @@ class ScriptedClock(Clock):
         began = time.monotonic()
         while not (value := predicate()):
             self._wait_alone(predicate, math.inf)
-            assert time.monotonic() - began < REAL_S, f"not within {REAL_S} s: {what}"
+            assert time.monotonic() - began < HUNG_S, f"not within {HUNG_S} s: {what}"
         return value
 
     def pass_time(self, seconds: float) -> None:
@@ -147,7 +146,7 @@ class ScriptedClock(Clock):
         began = time.monotonic()
         while (value := function()) is None:
             self.pass_time(_POLL_S)
-            assert time.monotonic() - began < REAL_S, f"no value in {REAL_S} s"
+            assert time.monotonic() - began < HUNG_S, f"no value in {HUNG_S} s"
         return value
 
     def hold(self) -> None:
@@ -167,7 +166,7 @@ class ScriptedClock(Clock):
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-        self._driver.join(REAL_S)
+        self._driver.join(HUNG_S)
 
     def _wait_alone(self, predicate: Callable[[], object], seconds: float) -> bool:
         with (alone := threading.Condition()):
@@ -220,7 +219,7 @@ class HeldCall:
                 return
             self._clock.hold()
             self.reached = True
-        assert self._released.wait(REAL_S), f"held for {REAL_S} s"
+        assert self._released.wait(HUNG_S), f"held for {HUNG_S} s"
 
     def release(self) -> None:
         """Let the answer go."""

@@ -23,6 +23,7 @@ from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.page_layout import PagedKV
 from kvhearth_lab.harness.engine import content
 from support.daemon import until
+from support.patience import HUNG_S
 
 BLOCK_TOKENS = 16
 PAGE_BYTES = 16 * 1024
@@ -310,7 +311,7 @@ class ScriptedEngine:
     def settle(self) -> None:
         """Step until all stores are reported and committed."""
         self._step_until(lambda: not self.half.has_work, "the end of all stores")
-        assert self.half._stores.drain(20)
+        assert self.half._stores.drain(HUNG_S)
         self.half._block_refs.check_books()
 
     def run(self, name: str, text: str, tokens: int, **options: Any) -> int:

@@ -14,11 +14,11 @@ from kvhearth.connectors.core.engine import Step
 from kvhearth.connectors.core.step_metadata import StepMeta, WorkerReport
 from kvhearth_lab.harness.engine import content
 from support.daemon import until
+from support.patience import HUNG_S
 from support.scripted_engine import BLOCK_TOKENS, ScriptedEngine, ScriptedRequest, hashes_of
 
 GARBAGE = 0xEE
 GENERATED_MAX = 2 * BLOCK_TOKENS
-ANSWER_S = 20.0
 STOCK_BLOCKS = 64
 """Reserved slots that the engine should hold ready: more than all requests fill in a step."""
 
@@ -108,7 +108,7 @@ class World:
         self.live[name] = Live(request, text, tokens + generated)
         state = self.engine.half._requests.find(name)
         if state is not None and state.lookup is not None:
-            assert state.lookup.wait(ANSWER_S) is not None, "no answer"
+            assert state.lookup.wait(HUNG_S) is not None, "no answer"
 
     def admit(self, name: str, chunk: int, *, fails: bool, sync: bool) -> bool:
         """Admit a waiting request: the engine's own prefix cache first, then the other caches.
@@ -364,7 +364,7 @@ class World:
                 for block in range(first, one.request.num_computed_tokens // BLOCK_TOKENS):
                     self._note_loaded(one, block)
                 self._loaded(one)
-        assert self.engine.half._stores.drain(ANSWER_S)
+        assert self.engine.half._stores.drain(HUNG_S)
         self._count()
 
     def _cut(self, invalid: set[int]) -> None:

@@ -35,8 +35,8 @@ from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings, se
 from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 from support.drive import PAGE, Drive, Page, size_of
+from support.patience import HUNG_S
 
-DEADLINE_S = 20.0
 STEP_S = 0.05
 """Time that passes while a drive and all on it are idle."""
 STEPS_MAX = 100_000
@@ -135,14 +135,14 @@ class Desk:
     def announced(self) -> bool:
         """Whether the tier's descriptor tells that it has something to report."""
         if self._drive is None:
-            return bool(self._poll.poll(DEADLINE_S * 1000))
+            return bool(self._poll.poll(HUNG_S * 1000))
         while self._drive.step():
             pass
         return bool(self._poll.poll(0))
 
     def until(self, true: Callable[[], object], what: object = "it never happens") -> None:
         """Take steps until ``true()``. Time moves while there is nothing to do."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + HUNG_S
         steps = 0
         while not true():
             idle = not self.step()
@@ -161,7 +161,7 @@ class Desk:
     def drain(self) -> None:
         """End all that has begun, and begin nothing more."""
         if self._drive is None:
-            assert self.tier.drain(DEADLINE_S)
+            assert self.tier.drain(HUNG_S)
         else:
             self.until(lambda: self.tier.drain(0.0), "it is never drained")
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.engine.recovery import CatalogueWriter
@@ -27,7 +28,7 @@ class Store:
 
         def write() -> None:
             self.begun.set()
-            assert self.open.wait(20)
+            assert self.open.wait(HUNG_S)
             if self.error:
                 raise self.error
             self.written.append(value)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.attached import connected, url_of
 from support.fake_daemon import PAGE_BYTES, FakeDaemon, key, running
+from support.patience import HUNG_S
 from support.scripted_clock import HeldCall, ScriptedClock
 from support.scripted_engine import (
     BLOCK_TOKENS,
@@ -33,7 +34,6 @@ from kvhearth.results import PAUSE_MAX_S, PAUSE_MIN_S, PromotionWait
 from kvhearth.transfer.lanes import Transfer
 
 KEYS = [key(number) for number in range(4)]
-DONE_S = 60.0
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 @pytest.fixture
 def client(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[KVClient]:
     with connected(tmp_path, contract=CONTRACT, clock=clock) as client:
-        assert client.wait_ready(DONE_S)
+        assert client.wait_ready(HUNG_S)
         yield client
 
 
@@ -53,7 +53,7 @@ def client(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator
 def cache(client: KVClient) -> Iterator[Cache]:
     cache = Cache(client)
     yield cache
-    assert cache.close(DONE_S)
+    assert cache.close(HUNG_S)
 
 
 def lookups(daemon: FakeDaemon) -> list[Any]:
@@ -233,7 +233,7 @@ class Rig:
         _teach(half._policy.load, load)
         _teach(half._policy.promotion, promotion)
         _teach(half._policy.prefill, prefill, prefill_fixed_s)
-        assert half._client.wait_ready(DONE_S)
+        assert half._client.wait_ready(HUNG_S)
         return half
 
     def answer(self, half: SchedulerConnector, request: ScriptedRequest, computed: int = 0) -> int:

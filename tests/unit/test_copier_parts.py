@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.arena_fake import FakeArena, summed
 from support.native import without_native
+from support.patience import HUNG_S
 
 from kvhearth import failpoints
 from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
@@ -121,7 +122,7 @@ class TestTicketBook:
         waiter.join(0.05)
         assert found == []
         book.end_unticketed()
-        waiter.join(10.0)
+        waiter.join(HUNG_S)
         assert found == [True]
 
     def test_a_closed_book_takes_no_batch_without_a_ticket_either(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cuda_fake import FakeCuda, FakeDevice
+from support.patience import HUNG_S
 
 from kvhearth.copiers import CopyKind
 from kvhearth.copiers.cudart import BatchCall, find_batch_call, numa_node_of
@@ -32,7 +33,6 @@ from kvhearth.errors import KVHearthError, Reason
 
 LOOP, BATCH, KERNEL = CopyMethod
 ALL = dict.fromkeys(CopyMethod, "")
-DEADLINE_S = 20.0
 
 
 def _rates(**rows: tuple[float, ...]) -> Rates:
@@ -160,7 +160,7 @@ class TestMeasurement:
         device = FakeDevice(cuda)
         # 64 KiB of scratch: the larger fragments do not fit and count as unknown.
         measurement = Measurement(device, path, scratch_bytes=64 << 10)
-        assert measurement.wait(DEADLINE_S)
+        assert measurement.wait(HUNG_S)
         return device
 
     def test_all_methods_are_measured_once(self, cuda: FakeCuda, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ class TestMeasurement:
         measurement = Measurement(
             device, path, clock=lambda: next(times) / 2, scratch_bytes=64 << 10
         )
-        assert measurement.wait(DEADLINE_S)
+        assert measurement.wait(HUNG_S)
         assert device.rates is not None
         assert next(times) < 60
 

@@ -13,6 +13,7 @@ import pytest
 import xxhash
 from support.arena_fake import GUARD_BYTE, FakeArena, summed
 from support.cuda_fake import FakeCuda, FakeDevice
+from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock
 
 from kvhearth.copiers import BlockFailure, CopyKind, Done, Ticket
@@ -30,7 +31,6 @@ torch: Any = pytest.importorskip("torch")
 PAGE_BYTES = 32
 PAGES = 12
 BOOT = "boot-1"
-DEADLINE_S = 10.0
 
 
 class Bench:
@@ -66,7 +66,7 @@ class Bench:
         return ticket
 
     def outcome(self, ticket: Ticket) -> Done:
-        done = self.copier.wait(ticket, DEADLINE_S)
+        done = self.copier.wait(ticket, HUNG_S)
         assert done is not None
         return done
 
@@ -92,11 +92,11 @@ class Bench:
         """A second copier of the same pages, arena and device."""
         copier = CudaCopier(PagedKV(list(self.base)), self.arena, device=self.device, **options)
         yield copier
-        assert copier.close(DEADLINE_S)
+        assert copier.close(HUNG_S)
 
     def close(self) -> None:
         self.cuda.held = self.cuda.engine_held = False
-        assert self.copier.close(DEADLINE_S)
+        assert self.copier.close(HUNG_S)
         self.copier.check_books()
         self.device.check_end()
 
@@ -249,7 +249,7 @@ class TestPortions:
             assert bench.cuda.under_way_max == 4 * PAGE_BYTES
             bench.cuda.held = False
             assert bench.outcome(first).ok.all()
-            assert other.wait(second, DEADLINE_S).ok.all()
+            assert other.wait(second, HUNG_S).ok.all()
 
     @pytest.mark.parametrize("gone", [False, True])
     def test_copiers_of_one_device_take_turns(
@@ -266,7 +266,7 @@ class TestPortions:
                 bench.arena.bump(12)
             bench.cuda.held = False
             assert bench.outcome(first).ok.all(), "who has nothing left gives up its turn"
-            assert other.wait(second, DEADLINE_S).ok.all() != gone
+            assert other.wait(second, HUNG_S).ok.all() != gone
             sizes = [size for _, _, size in bench.cuda.submitted]
             turns = [number for number, size in enumerate(sizes) if size == PAGE_BYTES]
             assert turns == ([] if gone else [3]), "the other copier's turn came late"
@@ -281,7 +281,7 @@ class TestPortions:
             assert bench.outcome(first).reasons == {"copy_failed": 10}
             bench.cuda.fail_call, bench.cuda.held = "", False
             second = other.store(BOOT, np.array([10]), bench.arena.extents([12]))
-            assert other.wait(second, DEADLINE_S).ok.all()
+            assert other.wait(second, HUNG_S).ok.all()
 
     def test_close_waits_for_portions_that_were_not_submitted(self, bench: Bench) -> None:
         bench.cuda.held = True
@@ -289,7 +289,7 @@ class TestPortions:
         bench.fill_window()
         assert not bench.copier.close(0)
         bench.cuda.held = False
-        assert bench.copier.close(DEADLINE_S)
+        assert bench.copier.close(HUNG_S)
         assert bench.cuda.unfinished() == 0
         assert bench.outcome(ticket).ok.all()
         assert [bench.slot(slot) for slot in range(8)] == [bench.page(page) for page in range(8)]
@@ -364,11 +364,11 @@ class TestVerification:
         def stall() -> None:
             threads.add(threading.get_ident())
             summing.set()
-            go.wait(10.0)
+            go.wait(HUNG_S)
 
         bench.arena.on_look = stall
         ticket = bench.load(extents, [2, 3])
-        assert summing.wait(10.0)
+        assert summing.wait(HUNG_S)
         assert bench.copier.poll() == [], "a load was reported before its checksums were compared"
         assert bench.copier.wait(ticket, 0) is None
         assert not bench.copier.close(0)
@@ -414,12 +414,12 @@ class TestVerification:
     ) -> None:
         bench, go = make_bench(queue_max=2), threading.Event()
         due = summed(bench.arena.extents([0]), np.zeros((1, 16), np.uint8), FLAG_VERIFY)
-        bench.arena.on_look = lambda: go.wait(10.0) and None
+        bench.arena.on_look = lambda: go.wait(HUNG_S) and None
         due["flags"] = FLAG_SUMMED | FLAG_VERIFY
         tickets = [bench.copier.load(BOOT, due, np.array([page])) for page in range(3)]
         assert tickets[2] is None
         go.set()
-        assert bench.copier.drain(10.0)
+        assert bench.copier.drain(HUNG_S)
         assert [done.ticket for done in bench.copier.poll()] == tickets[:2]
 
 
@@ -505,7 +505,7 @@ class TestMethods:
             }
         )
         bench.load(bench.stored([0]), [5])
-        assert bench.copier.drain(DEADLINE_S)
+        assert bench.copier.drain(HUNG_S)
         assert bench.cuda.submitted[0][0] == "kernel"
         assert bench.cuda.submitted[-1][0] == "loop"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeCuda, FakeDevice
+from support.patience import HUNG_S
 
 from kvhearth.codec import CODECS, encoding_of
 from kvhearth.copiers import Done, HostCopier
@@ -21,7 +22,6 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 PAGES = 8
-DEADLINE_S = 60.0
 BOOT = "boot-1"
 
 
@@ -53,14 +53,14 @@ class Bench:
     def store(self, pages: list[int], slots: list[int]) -> Done:
         ticket = self.copier.store(BOOT, np.array(pages), self.arena.extents(slots))
         assert ticket is not None
-        done = self.copier.wait(ticket, DEADLINE_S)
+        done = self.copier.wait(ticket, HUNG_S)
         assert done is not None
         return done
 
     def load(self, extents: Any, pages: list[int]) -> Done:
         ticket = self.copier.load(BOOT, extents, np.array(pages))
         assert ticket is not None
-        done = self.copier.wait(ticket, DEADLINE_S)
+        done = self.copier.wait(ticket, HUNG_S)
         assert done is not None
         return done
 
@@ -113,7 +113,7 @@ def test_a_slot_that_leaves_use_is_not_written_and_the_others_are(bench: Bench) 
     assert bench.copier.wait(ticket, 0.2) is None
     bench.arena.bump(6)
     bench.device.held = False
-    done = bench.copier.wait(ticket, DEADLINE_S)
+    done = bench.copier.wait(ticket, HUNG_S)
     assert done is not None
     assert done.ok.tolist() == [True] * 6 + [False]
     bench.host.store_now(BOOT, np.arange(6), bench.wanted.extents(slots[:6]))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.cases import cases
 from support.certificates import Authority
+from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings, load_settings
@@ -203,7 +204,7 @@ class Server:
                 self._threads.submit(self._serve, self._listener.accept()[0])
 
     def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(20)
+        connection.settimeout(HUNG_S)
         context = self._credentials.context
         assert context is not None
         with (
@@ -236,7 +237,7 @@ def client(
     context = ssl.create_default_context(cafile=str(ca))
     if own is not None:
         context.load_cert_chain(*own)
-    raw = socket.create_connection(server.address, timeout=20)
+    raw = socket.create_connection(server.address, timeout=HUNG_S)
     wrapped = context.wrap_socket(raw, server_hostname="127.0.0.1")
     with contextlib.suppress(OSError):
         wrapped.sendall(secret.encode())
@@ -264,7 +265,7 @@ def test_real_certificates_over_real_sockets(tmp_path: Path, authority: Authorit
         old = ssl.create_default_context(cafile=str(authority.path))
         with pytest.warns(DeprecationWarning, match="TLSv1_1"):
             old.maximum_version = ssl.TLSVersion.TLSv1_1
-        raw = socket.create_connection(server.address, timeout=20)
+        raw = socket.create_connection(server.address, timeout=HUNG_S)
         with pytest.raises(OSError, match=r"(?i)ssl|protocol|reset"):
             old.wrap_socket(raw, server_hostname="127.0.0.1")
         raw.close()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.cases import cases
 from support.memory_places import tmpfs_directory
+from support.patience import HUNG_S
 
 from kvhearth.prefault import Populate, Span
 from kvhearth.shared_memory import MADV_COLLAPSE, Collapse, SharedMapping
@@ -163,6 +164,6 @@ def test_the_kernel_is_not_asked_for_ever() -> None:
 def test_a_client_collapses_what_the_daemon_left(place: Path) -> None:
     segment = create_segment(SIZE, PREFER, path=place, kernel=Refusing(errno.ENOMEM))
     mapping = second_mapping(segment, HUGE)
-    assert Populate([Span(mapping.address, SIZE, HUGE)], [mapping]).wait(20)
+    assert Populate([Span(mapping.address, SIZE, HUGE)], [mapping]).wait(HUNG_S)
     assert KERNEL.pmd_mapped_bytes(mapping.address) == SIZE
     segment.close()

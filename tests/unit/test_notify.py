@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from support.patience import HUNG_S
 
 from kvhearth_server.observability import systemd as notify
 
@@ -25,7 +26,7 @@ def test_a_state_is_one_datagram(
     name = f"@kvhearth-test-{os.getpid()}" if abstract else str(tmp_path / "n")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(name.replace("@", "\0", 1) if abstract else name)
-        systemd.settimeout(5)
+        systemd.settimeout(HUNG_S)
         monkeypatch.setenv("NOTIFY_SOCKET", name)
         assert notify.notify(notify.READY)
         assert systemd.recv(100) == b"READY=1"

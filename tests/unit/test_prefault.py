@@ -23,6 +23,7 @@ from support.attached import attached
 from support.cases import cases
 from support.daemon import until
 from support.memory_places import mounted
+from support.patience import HUNG_S
 
 from kvhearth import prefault
 from kvhearth.codec import encoding_of
@@ -43,7 +44,6 @@ from kvhearth_server.gateway.grants import Grants, extents_of
 
 PAGE = mmap.PAGESIZE
 SLOTS = 64
-DEADLINE_S = 20.0
 
 
 class Kernel:
@@ -92,7 +92,7 @@ needs_populate = pytest.mark.skipif(
 def test_what_was_touched_faults_no_more() -> None:
     area, other = memory(), memory()
     work = Populate([span(area)], [area])
-    assert work.wait(20)
+    assert work.wait(HUNG_S)
     assert work.done_bytes == area.nbytes
     assert faults_of_writing(area) < 100
     assert faults_of_writing(other) > 100
@@ -104,7 +104,7 @@ def test_contents_stay() -> None:
     area = memory(64)
     area[:] = np.arange(area.nbytes, dtype=np.uint64).astype(np.uint8)
     before = area.copy()
-    assert Populate([Span(int(area.ctypes.data) + 5, area.nbytes - 9, PAGE)], [area]).wait(20)
+    assert Populate([Span(int(area.ctypes.data) + 5, area.nbytes - 9, PAGE)], [area]).wait(HUNG_S)
     assert np.array_equal(area, before)
 
 
@@ -115,13 +115,13 @@ def test_it_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slow(*arguments: int) -> int:
         reached.set()
-        assert held.wait(20)
+        assert held.wait(HUNG_S)
         return int(real(*arguments))
 
     monkeypatch.setattr(prefault, "advise", slow)
     area = memory()
     work = Populate([span(area)], [area])
-    assert reached.wait(20)
+    assert reached.wait(HUNG_S)
     assert not work.close(0.01)
     held.set()
     assert work.close(20)
@@ -130,7 +130,7 @@ def test_it_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_that_is_not_there_is_no_error() -> None:
     work = Populate([Span(1 << 20, 1 << 20, PAGE)], [])
-    assert work.wait(20)
+    assert work.wait(HUNG_S)
     assert work.done_bytes == 0
 
 
@@ -146,7 +146,7 @@ def test_scarce_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     def taken_bytes() -> int:
         work = Populate([span(area)], [area], allocates=True)
-        assert work.wait(20)
+        assert work.wait(HUNG_S)
         return work.done_bytes
 
     assert taken_bytes() == 0
@@ -178,7 +178,7 @@ def test_spans_of_pages_cover_them_once() -> None:
 def test_an_attached_client_leaves_no_thread(tmp_path: Path) -> None:
     with attached(tmp_path) as (_, client):
         assert client.arena is not None
-        assert client.arena._populate.wait(DEADLINE_S)
+        assert client.arena._populate.wait(HUNG_S)
 
 
 # -- ranges ----------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_page_tables_are_filled_as_the_daemon_populates(monkeypatch: pytest.Monk
         until(lambda pages=pages: filled(pages))
         assert mapped.pages() == pages
     mapped.arena.heard([])
-    assert filling.wait(DEADLINE_S)
+    assert filling.wait(HUNG_S)
     assert mapped.pages() == SLOTS
     mapped.close()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support.patience import HUNG_S
 
 pytestmark = pytest.mark.realtime("a terminal is a process' own")
 
@@ -22,14 +23,13 @@ with StartBar("reading back") as bar:
     bar.note("files", 4, 4)
 log.info("after")
 """
-DEADLINE_S = 30
 
 
 def written(stderr: int) -> None:
     """Runs the program with ``stderr``."""
     environ = os.environ | {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", PROGRAM]
-    subprocess.run(words, stderr=stderr, env=environ, check=True, timeout=DEADLINE_S)
+    subprocess.run(words, stderr=stderr, env=environ, check=True, timeout=HUNG_S)
 
 
 def test_a_terminal_has_a_bar_and_whole_lines_of_log() -> None:

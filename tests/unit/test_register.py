@@ -15,6 +15,7 @@ from support.arena_fake import FakeArena
 from support.attached import connected
 from support.cuda_fake import FakeCuda, FakeDevice
 from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract
+from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock
 
 from kvhearth.client import KVClient
@@ -33,7 +34,6 @@ from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Span
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, default_copier
 
-DEADLINE_S = 10.0
 LOG_TEXT = "the arena stays unregistered"
 
 
@@ -64,7 +64,7 @@ def _begun(cuda: FakeCuda, arena: FakeArena | None = None, **options: Any) -> Ar
 def test_pieces_cover_every_segment_once(cuda: FakeCuda) -> None:
     arena = _arena()
     registration = _begun(cuda, arena)
-    assert registration.wait(DEADLINE_S)
+    assert registration.wait(HUNG_S)
     assert (registration.ready, registration.error) == (True, "")
     starts = [arena.address(segment) for segment in (0, 1)]
     assert cuda.calls == [
@@ -72,10 +72,10 @@ def test_pieces_cover_every_segment_once(cuda: FakeCuda) -> None:
         for start in starts
         for offset, size in ((0, 2 << 20), (2 << 20, 2 << 20), (4 << 20, 1 << 20))
     ]
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
     assert cuda.registered == {}
     assert not registration.ready
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
 
 
 def test_pieces_are_registered_once_they_are_populated(cuda: FakeCuda) -> None:
@@ -91,9 +91,9 @@ def test_pieces_are_registered_once_they_are_populated(cuda: FakeCuda) -> None:
     assert not registration.wait(0)
     assert (registration.ready, registration.error) == (False, "")
     arena.unpopulated.report(span, [])
-    assert registration.wait(DEADLINE_S)
+    assert registration.wait(HUNG_S)
     assert len(cuda.calls) == 6
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
     assert cuda.registered == {}
 
 
@@ -102,7 +102,7 @@ def test_a_piece_without_memory_is_never_registered(cuda: FakeCuda) -> None:
     arena.unpopulated.report(Span(arena.address(1), 5 << 20, 4096), [0, 4096])
     registration = _begun(cuda, arena)
     cuda.wait_for(lambda: len(cuda.registered) == 5)
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
     assert len(cuda.calls) == 5
     assert cuda.registered == {}
 
@@ -110,8 +110,8 @@ def test_a_piece_without_memory_is_never_registered(cuda: FakeCuda) -> None:
 def test_nothing_breaks_a_capture_under_way(cuda: FakeCuda) -> None:
     cuda.capturing = True
     registration = _begun(cuda)
-    assert registration.wait(DEADLINE_S), registration.error
-    assert registration.close(DEADLINE_S)
+    assert registration.wait(HUNG_S), registration.error
+    assert registration.close(HUNG_S)
     assert cuda.registered == {}
 
 
@@ -122,7 +122,7 @@ def test_pieces_before_a_refused_one_stay_until_the_copies_have_ended(
     failures: list[str] = []
     cuda.fail_at, cuda.copying = fail_at, True
     registration = _begun(cuda, failed=lambda: failures.append("failed"))
-    assert not registration.wait(DEADLINE_S)
+    assert not registration.wait(HUNG_S)
     assert not registration.ready
     assert f"piece {fail_at} of 6" in registration.error
     assert "returned 2" in registration.error
@@ -130,7 +130,7 @@ def test_pieces_before_a_refused_one_stay_until_the_copies_have_ended(
     assert len(cuda.calls) == fail_at
     assert len(cuda.registered) == fail_at - 1
     cuda.copying = False
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
     assert cuda.registered == {}
     assert len(cuda.calls) == fail_at
     assert failures == ["failed"]
@@ -142,38 +142,38 @@ def test_every_code_is_looked_at() -> None:
         cuda = FakeCuda()
         cuda.fail_call = call
         registration = _begun(cuda)
-        assert not registration.wait(DEADLINE_S)
+        assert not registration.wait(HUNG_S)
         assert f"{call}" in registration.error
         assert "returned 2" in registration.error
         assert cuda.registered == {}
-        assert registration.close(DEADLINE_S)
+        assert registration.close(HUNG_S)
 
 
 def test_a_library_that_lacks_a_call(cuda: FakeCuda) -> None:
     cuda.raise_call = "cudaHostRegister"
     registration = _begun(cuda)
-    assert not registration.wait(DEADLINE_S)
+    assert not registration.wait(HUNG_S)
     assert "scripted" in registration.error
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
 
 
 @pytest.mark.parametrize("call", ["cudaSetDevice", "cudaHostUnregister"])
 def test_a_refused_unregistration_leaves_no_error_behind(cuda: FakeCuda, call: str) -> None:
     registration = _begun(cuda)
-    assert registration.wait(DEADLINE_S)
+    assert registration.wait(HUNG_S)
     cuda.fail_call = call
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
     assert len(cuda.registered) == 6
 
 
 def test_closing_while_it_registers(cuda: FakeCuda) -> None:
     cuda.gate.clear()
     registration = _begun(cuda)
-    assert cuda.stalled.wait(DEADLINE_S)
+    assert cuda.stalled.wait(HUNG_S)
     assert not registration.wait(0)
     assert not registration.close(0)
     cuda.gate.set()
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
     assert len(cuda.calls) == 1
     assert cuda.registered == {}
     assert (registration.ready, registration.error) == (False, "")
@@ -199,13 +199,13 @@ def test_a_forked_child_leaves_the_registration_alone(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registration = _begun(cuda)
-    assert registration.wait(DEADLINE_S)
+    assert registration.wait(HUNG_S)
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
-        assert not registration.wait(DEADLINE_S)
-        assert registration.close(DEADLINE_S)
+        assert not registration.wait(HUNG_S)
+        assert registration.close(HUNG_S)
         assert len(cuda.registered) == 6
-    assert registration.close(DEADLINE_S)
+    assert registration.close(HUNG_S)
 
 
 class TestRegistrations:
@@ -216,9 +216,9 @@ class TestRegistrations:
             shared.acquire(arena, user, cuda.device + number, lambda: None)
         cuda.wait_for(lambda: cuda.registered)
         for _ in range(2):
-            assert shared.release(arena, "a", DEADLINE_S)
+            assert shared.release(arena, "a", HUNG_S)
             assert len(cuda.registered) == 1
-        assert shared.release(arena, "b", DEADLINE_S)
+        assert shared.release(arena, "b", HUNG_S)
         assert (cuda.registered, len(cuda.calls)) == ({}, 1)
 
     def test_each_process_registers_its_own_mapping(self) -> None:
@@ -228,9 +228,9 @@ class TestRegistrations:
             own.acquire(arena, "a", 1, lambda: None)
         for cuda in processes:
             cuda.wait_for(lambda cuda=cuda: cuda.registered)
-        assert shared[0].release(arena, "a", DEADLINE_S)
+        assert shared[0].release(arena, "a", HUNG_S)
         assert [bool(cuda.registered) for cuda in processes] == [False, True]
-        assert shared[1].release(arena, "a", DEADLINE_S)
+        assert shared[1].release(arena, "a", HUNG_S)
 
     def test_nobody_waits_for_another_users_unregistration(self, cuda: FakeCuda) -> None:
         shared = Registrations(lambda: cuda)
@@ -239,13 +239,13 @@ class TestRegistrations:
         cuda.wait_for(lambda: cuda.registered)
         cuda.gate.clear()
         with ThreadPoolExecutor(1) as threads:
-            ending = threads.submit(shared.release, first, "a", DEADLINE_S)
-            assert cuda.stalled.wait(DEADLINE_S)
+            ending = threads.submit(shared.release, first, "a", HUNG_S)
+            assert cuda.stalled.wait(HUNG_S)
             shared.acquire(second, "b", cuda.device, lambda: None)
             assert not ending.done(), "this thread has waited for it"
             cuda.gate.set()
             assert ending.result()
-        assert shared.release(second, "b", DEADLINE_S)
+        assert shared.release(second, "b", HUNG_S)
 
     def test_what_does_not_end_in_time_is_asked_again(self, cuda: FakeCuda) -> None:
         arena, shared = FakeArena(4096), Registrations(lambda: cuda)
@@ -254,7 +254,7 @@ class TestRegistrations:
         cuda.gate.clear()
         assert not shared.release(arena, "a", 0)
         cuda.gate.set()
-        assert shared.release(arena, "a", DEADLINE_S)
+        assert shared.release(arena, "a", HUNG_S)
         assert cuda.registered == {}
 
     def test_a_process_without_cuda_goes_on(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,8 +266,8 @@ class TestRegistrations:
             shared.acquire(arena, user, 0, lambda: failures.append(1))
         assert failures == [1]
         assert caplog.text.count(LOG_TEXT) == 1
-        assert shared.release(arena, "a", DEADLINE_S)
-        assert shared.release(arena, "b", DEADLINE_S)
+        assert shared.release(arena, "a", HUNG_S)
+        assert shared.release(arena, "b", HUNG_S)
 
 
 # -- beside a client ---------------------------------------------------------------------------
@@ -319,14 +319,14 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 def gpu(daemon: FakeDaemon, clock: ScriptedClock, tmp_path: Path) -> Iterator[_Gpu]:
     cuda = FakeCuda(device=0)
     with connected(tmp_path, clock=clock) as client:
-        assert client.wait_ready(DEADLINE_S)
+        assert client.wait_ready(HUNG_S)
         gpu = _Gpu(client, cuda)
         yield gpu
         gpu.device.held = False
         cuda.gate.set()
         assert cuda.misuse == []
         for copier_pool in gpu.copier_pool:
-            assert copier_pool.close(DEADLINE_S)
+            assert copier_pool.close(HUNG_S)
         assert cuda.registered == {}
         assert cuda.left_behind() == []
 
@@ -360,19 +360,19 @@ def test_a_client_that_attaches_later(
             assert copier_pool.copier(0, client.boot_id) is not None, "copies go on unregistered"
             assert caplog.text.count(LOG_TEXT) == 1
             assert client.counters()["registration_failed"] == 1
-            assert copier_pool.close(DEADLINE_S)
+            assert copier_pool.close(HUNG_S)
 
 
 def test_copies_go_on_while_the_arena_is_being_registered(gpu: _Gpu) -> None:
     cuda, boot_id = gpu.device.cuda, gpu.client.boot_id
     cuda.gate.clear()
     copier_pool = gpu.add_cuda_movers()
-    assert cuda.stalled.wait(DEADLINE_S)
+    assert cuda.stalled.wait(HUNG_S)
     copier = copier_pool.copier(0, boot_id)
     assert copier is not None
     ticket = copier.store(boot_id, np.array([0]), gpu.free_extent())
     assert ticket is not None
-    done = copier.wait(ticket, DEADLINE_S)
+    done = copier.wait(ticket, HUNG_S)
     assert done is not None
     assert done.ok.all(), done.reasons
     assert not cuda.registered
@@ -387,8 +387,8 @@ def test_an_engines_thread_does_not_wait_while_the_arena_is_unregistered(gpu: _G
     assert copier_pool.copier(0, boot_id) is not None
     cuda.gate.clear()
     with ThreadPoolExecutor(1) as threads:
-        ending = threads.submit(copier_pool.drain, DEADLINE_S)
-        assert cuda.stalled.wait(DEADLINE_S)
+        ending = threads.submit(copier_pool.drain, HUNG_S)
+        assert cuda.stalled.wait(HUNG_S)
         assert copier_pool.copier(0, boot_id) is None
         assert not ending.done(), "this thread has waited for it"
         cuda.gate.set()
@@ -404,12 +404,12 @@ def test_an_engines_thread_does_not_wait_while_copies_end(gpu: _Gpu) -> None:
     ticket = copier.store(boot_id, np.array([0]), gpu.free_extent())
     assert ticket is not None
     with ThreadPoolExecutor(1) as threads:
-        ending = threads.submit(copier_pool.drain, DEADLINE_S)
+        ending = threads.submit(copier_pool.drain, HUNG_S)
         gpu.device.cuda.wait_for(lambda: copier_pool.copier(0, boot_id) is None)
         assert not ending.done(), "this thread has waited for it"
         gpu.device.held = False
         assert ending.result()
-    assert copier.wait(ticket, DEADLINE_S) is not None
+    assert copier.wait(ticket, HUNG_S) is not None
 
 
 def test_a_session_ends_only_after_its_arena_is_unregistered(
@@ -442,6 +442,6 @@ def test_copies_end_before_their_memory_is_unregistered(gpu: _Gpu) -> None:
     assert cuda.registered
     assert not cuda.unpinned_under_copies
     gpu.device.held = False
-    assert copier_pool.close(DEADLINE_S)
+    assert copier_pool.close(HUNG_S)
     assert cuda.registered == {}
     assert not cuda.unpinned_under_copies

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.arena_fake import FakeArena, summed
 from support.fake_gateway import TOKEN, FakeGateway
+from support.patience import HUNG_S
 
 from kvhearth.copiers.base import Copier, Done
 from kvhearth.copiers.remote import RemoteCopier
@@ -27,7 +28,6 @@ from kvhearth.wire.remote import DataKind
 PUT, GET = DataKind.PUT, DataKind.GET
 BLOCK_BYTES = 4096
 PAGES = 8
-DONE_S = 20.0
 BOOT = "boot-1"
 
 
@@ -40,7 +40,7 @@ class Rig:
         connections: int = 1,
         direct: bool = True,
         staging_bytes: int = 1 << 20,
-        stall_s: float = DONE_S,
+        stall_s: float = HUNG_S,
     ) -> None:
         self.arena = FakeArena(BLOCK_BYTES)
         self.gateway = FakeGateway(self.arena)
@@ -50,7 +50,7 @@ class Rig:
             TOKEN,
             connections,
             window_bytes=1 << 20,
-            connect_s=DONE_S,
+            connect_s=HUNG_S,
             alive=lambda: self.session_alive,
             stall_s=stall_s,
         )
@@ -68,7 +68,7 @@ class Rig:
         return self.wait(self.copier.load(BOOT, self.arena.extents(slots), np.array(slots)))
 
     def wait(self, ticket: Any) -> Done:
-        done = self.copier.wait(ticket, DONE_S)
+        done = self.copier.wait(ticket, HUNG_S)
         assert done is not None
         return done
 
@@ -77,7 +77,7 @@ class Rig:
         return bool((self.arena.slot(slot) == self.pages[slot]).all())
 
     def close(self) -> None:
-        assert self.copier.close(DONE_S)
+        assert self.copier.close(HUNG_S)
         self.copier.check_books()
         self.remote.close()
         self.remote.staging.check_books()
@@ -173,7 +173,7 @@ def test_a_refusal_ends_the_batch_and_not_the_next(make_rig: Any) -> None:
 def test_a_silent_gateway_is_given_up(make_rig: Any) -> None:
     rig = make_rig(stall_s=0.1)
     go = threading.Event()
-    rig.gateway.on_frame = lambda kind: go.wait(DONE_S) and None
+    rig.gateway.on_frame = lambda kind: go.wait(HUNG_S) and None
     try:
         assert rig.load([0]).reasons == {"copy_failed": 1}
     finally:
@@ -186,12 +186,12 @@ def test_the_end_of_the_session_ends_the_wait_for_a_silent_gateway(make_rig: Any
 
     def stall(kind: DataKind) -> None:
         came.set()
-        go.wait(DONE_S)
+        go.wait(HUNG_S)
 
     rig.gateway.on_frame = stall
     try:
         ticket = rig.copier.load(BOOT, rig.arena.extents([0, 1]), np.array([0, 1]))
-        assert came.wait(DONE_S)
+        assert came.wait(HUNG_S)
         rig.session_alive = False
         rig.lines.interrupt()
         assert rig.wait(ticket).reasons == {"stale_boot": 2}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.certificates import Authority
+from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock
 
 from kvhearth.clock import REAL_TIME, Clock
@@ -24,7 +25,6 @@ from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import FrameDecoder, Hello, Welcome, encode_frame, refused
 from kvhearth.wire.remote import PREFACE, GatewayTerms, Purpose, purpose_of
 
-WAIT_S = 10.0
 WELCOME = Welcome("boot", 7, "token-of-7", 1, "00", 0, 4, 16, 1 << 20, 4)
 HELLO = Hello(PROTOCOL_VERSION, "e1", "{}", map_arena=False)
 Talk = Callable[["Peer"], None]
@@ -51,7 +51,7 @@ class Peer:
         """Send a message."""
         self.stream.sendall(encode_frame(message))
 
-    def terms(self, resume_s: float = WAIT_S) -> None:
+    def terms(self, resume_s: float = HUNG_S) -> None:
         """Send terms."""
         self.say(GatewayTerms(1 << 20, 4, 8, resume_s, 5.0).to_message())
 
@@ -82,7 +82,7 @@ class Script:
                 if self._tls is not None:
                     stream = self._tls.wrap_socket(stream, server_side=True)
                 with stream:
-                    stream.settimeout(WAIT_S)
+                    stream.settimeout(HUNG_S)
                     first = stream.recv(PREFACE.size, 0)
                     assert purpose_of(first) is Purpose.LIFE_LINE
                     talk(Peer(stream))
@@ -93,7 +93,7 @@ class Script:
 
     def end(self) -> None:
         """Wait for the script's end, and raise what failed in it."""
-        self._thread.join(WAIT_S)
+        self._thread.join(HUNG_S)
         assert not self._thread.is_alive()
         assert self.errors == []
 
@@ -107,7 +107,7 @@ def welcoming(peer: Peer) -> None:
     peer.wait_end()
 
 
-def dropping(resume_s: float = WAIT_S) -> Talk:
+def dropping(resume_s: float = HUNG_S) -> Talk:
     """Return a script that attaches a client, then breaks its life line."""
 
     def talk(peer: Peer) -> None:
@@ -198,7 +198,7 @@ def test_a_broken_life_line_is_resumed() -> None:
     script = Script(dropping(), dropping_resumed, resuming)
     session = attached(script)
     for _ in range(2):
-        assert readable(session, WAIT_S)
+        assert readable(session, HUNG_S)
         assert session.alive()
         session.mend()
         assert session.alive()
@@ -225,7 +225,7 @@ def test_a_refused_resumption_ends_the_session() -> None:
     session = attached(script)
     retired: list[int] = []
     session.on_retired = lambda: retired.append(1)
-    assert readable(session, WAIT_S)
+    assert readable(session, HUNG_S)
     session.mend()
     assert not session.alive()
     assert retired
@@ -236,7 +236,7 @@ def test_a_refused_resumption_ends_the_session() -> None:
 def test_a_gateway_that_is_gone_ends_the_session() -> None:
     script = Script(dropping())
     session = attached(script)
-    assert readable(session, WAIT_S)
+    assert readable(session, HUNG_S)
     script.end()
     session.mend()
     assert not session.alive()
@@ -246,7 +246,7 @@ def test_a_gateway_that_is_gone_ends_the_session() -> None:
 def test_a_resumption_that_fails_is_tried_until_its_time_is_over(clock: ScriptedClock) -> None:
     script = Script(dropping(5.0), lambda peer: None, lambda peer: None)
     session = attached(script, clock)
-    assert readable(session, WAIT_S)
+    assert readable(session, HUNG_S)
     session.mend()
     clock.pass_time(4.9)
     session.mend()
@@ -275,7 +275,7 @@ def context(authority: Authority) -> ssl.SSLContext:
 def test_a_life_line_over_tls(authority: Authority, context: ssl.SSLContext) -> None:
     script = Script(dropping(), resuming, tls=context)
     session = attached(script, tls=True, ca=str(authority.path))
-    assert readable(session, WAIT_S)
+    assert readable(session, HUNG_S)
     session.mend()
     assert session.alive()
     assert not readable(session)
@@ -294,9 +294,9 @@ def test_tickets_of_tls_do_not_end_a_life_line(
     with ThreadPoolExecutor(1) as threads:
         accepted = threads.submit(context.wrap_socket, theirs, server_side=True)
         line = client.wrap_socket(ours)
-        server = accepted.result(WAIT_S)
+        server = accepted.result(HUNG_S)
     line.setblocking(False)
-    terms = GatewayTerms(1 << 20, 4, 8, WAIT_S, 5.0)
+    terms = GatewayTerms(1 << 20, 4, 8, HUNG_S, 5.0)
     session = RemoteSession(WELCOME, line, url, terms, Dialer(url), REAL_TIME)
     assert readable(session)
     session.mend()

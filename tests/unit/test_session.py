@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract
+from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
@@ -66,7 +67,7 @@ def scripted(directory: Path, talk: Callable[[socket.socket], None]) -> Iterator
         thread = threading.Thread(target=serve)
         thread.start()
         yield
-        thread.join(30)
+        thread.join(HUNG_S)
 
 
 def refusal_of(directory: Path, attach_ms: int = 5000) -> KVHearthError:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from support.drive import Drive
+from support.patience import HUNG_S
 from support.tiers import a_directory
 
 from kvhearth_server.tiers.base import Failure
@@ -17,8 +18,6 @@ from kvhearth_server.tiers.ssd.disk import worker
 from kvhearth_server.tiers.ssd.disk.executor import ChecksumPool, IoExecutor, Job
 from kvhearth_server.tiers.ssd.disk.queues import Op, make_event, reset_event, signal_event
 from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec
-
-_WAIT_S = 20.0
 
 
 def _job(op: Op, contents: list[bytes], wrong: set[int]) -> Job:
@@ -41,7 +40,7 @@ def test_every_job_is_verified_once_and_wrong_bytes_are_named(threads: int) -> N
     for start in range(0, len(jobs), 7):
         checksum_pool.check(jobs[start : start + 7])
     assert checksum_pool.alive
-    assert checksum_pool.stop(_WAIT_S)
+    assert checksum_pool.stop(HUNG_S)
     assert checksum_pool.alive == (threads == 0)
     assert len(reported) == len(jobs)
     assert set(reported) == set(jobs)
@@ -57,17 +56,17 @@ def test_reads_are_verified_before_writes_that_wait() -> None:
         with lock:
             order.append(job)
         busy.release()
-        go.wait(_WAIT_S)
+        go.wait(HUNG_S)
 
     checksum_pool = ChecksumPool(then, 2)
     first = [_job(Op.WRITE, [b"x"], set()) for _ in range(16)]
     checksum_pool.check(first)  # more than one thread may take: both are busy now
-    assert busy.acquire(timeout=_WAIT_S)
-    assert busy.acquire(timeout=_WAIT_S)
+    assert busy.acquire(timeout=HUNG_S)
+    assert busy.acquire(timeout=HUNG_S)
     read = _job(Op.READ, [b"y"], set())
     checksum_pool.check([read])
     go.set()
-    assert checksum_pool.stop(_WAIT_S)
+    assert checksum_pool.stop(HUNG_S)
     assert order.index(read) < 4  # the first of the waiting jobs; two were under way
     assert len(order) == 17
 
@@ -89,10 +88,10 @@ def test_a_worker_takes_a_turn_at_the_start_and_after_each_wake(
 
     made = worker.ThreadWorker("test", turn, event)
     for turns_left in (2, 1, 0):
-        assert taken.acquire(timeout=_WAIT_S)
+        assert taken.acquire(timeout=HUNG_S)
         assert not turns_left or made.alive, "a turn for which there was no reason"
         made.wake()
-    assert made.join(_WAIT_S)
+    assert made.join(HUNG_S)
     assert not made.alive
     if has_event:
         os.close(event)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.drive import HandQueue
+from support.patience import HUNG_S
 
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, choose, open_queue, probe
 from kvhearth_server.tiers.ssd.disk.queues import DiskQueue, Op, Reaped, Request
@@ -17,7 +18,6 @@ from kvhearth_server.tiers.ssd.log import Buffer
 
 DEPTH = 4
 PAGE = 4096
-DEADLINE_S = 10.0
 
 
 @pytest.fixture(params=["drive", *NAMES])
@@ -47,7 +47,7 @@ def ends(queue: DiskQueue, count: int) -> dict[int, int]:
     while len(found) < count:
         if isinstance(queue, HandQueue):
             queue.end_some()
-        assert select.select([queue.event_fd], [], [], DEADLINE_S)[0], f"only {found} ended"
+        assert select.select([queue.event_fd], [], [], HUNG_S)[0], f"only {found} ended"
         found += queue.reap()
     return {each.tag: each.result for each in found}
 

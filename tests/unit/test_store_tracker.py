@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from support.core_kit import contract, full
+from support.patience import HUNG_S
 
 from kvhearth.clock import REAL_TIME
 from kvhearth.connectors.core.engine import Context, Counters, EngineGroups
@@ -21,7 +22,6 @@ from kvhearth.transfer.slot_pool import Slots
 
 CONTRACT = contract(full(shards=2))
 BLOCKS = 4
-DEADLINE_S = 20.0
 
 
 class ScriptedClient:
@@ -95,7 +95,7 @@ class Rig:
             counters=Counters(),
         )
         self.stores = Stores(cast(Context, context), BlockRefs(self.pages, 50))
-        assert len(self.stores._slot_pool.take(0, 1, wait_s=DEADLINE_S)) == 1, "no slots came"
+        assert len(self.stores._slot_pool.take(0, 1, wait_s=HUNG_S)) == 1, "no slots came"
         hashes = [bytes([number]) * 32 for number in range(BLOCKS)]
         assert self.stores.begin()
         self.stores.plan(Progress(hashes, [0]), lambda: ([11, 12, 13, 14],), 16 * BLOCKS)
@@ -105,7 +105,7 @@ class Rig:
     def report(self, rank: int, ok: Sequence[bool]) -> None:
         """Report the copies of a rank; its blocks' checksums are its number."""
         self.stores.reported(report_of(self.job, rank, ok))
-        assert self.stores.drain(DEADLINE_S)
+        assert self.stores.drain(HUNG_S)
 
     @property
     def committed(self) -> list[list[int]]:
@@ -124,7 +124,7 @@ def report_of(job: StoreJob, rank: int, ok: Sequence[bool]) -> WorkerReport:
 def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
-    rig.stores.close(DEADLINE_S)
+    rig.stores.close(HUNG_S)
     assert rig.pages.held == []
 
 
@@ -158,7 +158,7 @@ def test_a_block_that_one_rank_does_not_report_is_not_committed(rig: Rig) -> Non
 
 def test_nothing_is_committed_of_a_rank_that_never_reports(rig: Rig) -> None:
     rig.report(1, [True] * BLOCKS)
-    assert rig.stores.close(DEADLINE_S)
+    assert rig.stores.close(HUNG_S)
     assert rig.committed == []
     in_doubt = [slot for slot, doubted in rig.client.aborted if doubted]
     assert in_doubt == rig.slots, "the rank may still write there"

@@ -14,6 +14,7 @@ import pytest
 from support.attached import connected
 from support.cuda_fake import FakeDevice
 from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running
+from support.patience import HUNG_S
 from support.scripted_clock import HeldCall, ScriptedClock
 
 import kvhearth
@@ -36,7 +37,6 @@ FULL = GroupSpec(GroupKind.FULL, 16, PAGE_BYTES)
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, PAGE_BYTES, window_tokens=32)
 CONTRACT = Contract("m", "r", "uint8", (FULL,))
 TWO_GROUPS = Contract("m", "r", "uint8", (FULL, WINDOW))
-DONE_S = 60.0
 
 
 class Rig:
@@ -123,7 +123,7 @@ class Rig:
     def close(self) -> None:
         """Close everything but the client."""
         while self._made:
-            assert self._made.pop().close(DONE_S)
+            assert self._made.pop().close(HUNG_S)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def rig(clock: ScriptedClock, tmp_path: Path) -> Iterator[Rig]:
         running(tmp_path, CONTRACT) as daemon,
         connected(tmp_path, contract=CONTRACT, clock=clock) as client,
     ):
-        assert client.wait_ready(DONE_S)
+        assert client.wait_ready(HUNG_S)
         rig = Rig(daemon, client, clock)
         yield rig
         rig.close()
@@ -241,16 +241,16 @@ def test_a_store_whose_copier_cannot_be_made_is_given_up(rig: Rig) -> None:
 
 def test_idle_stock_of_one_group_feeds_another(rig: Rig, tmp_path: Path) -> None:
     with connected(tmp_path, contract=TWO_GROUPS, clock=rig.clock) as client:
-        assert client.wait_ready(DONE_S)
+        assert client.wait_ready(HUNG_S)
         rig.room = 4
         slot_pool = ReservationPool(client, {0: 4, 1: 4})
         rig.clock.until(lambda: slot_pool.held(0) == 4)
         assert slot_pool.held(1) == 0
-        taken = slot_pool.take(1, 2, wait_s=DONE_S)
+        taken = slot_pool.take(1, 2, wait_s=HUNG_S)
         assert len(taken) == 2
         assert slot_pool.held(0) == 0
         slot_pool.give_back(1, taken)
-        assert slot_pool.close(DONE_S)
+        assert slot_pool.close(HUNG_S)
         rig.wait_free()
 
 
@@ -262,7 +262,7 @@ def test_a_stock_is_dropped_with_its_session_even_within_a_boot(rig: Rig) -> Non
     rig.clock.until(lambda: slot_pool.held(0) == 4)
     rig.lose_session()
     assert rig.client.boot_id == rig.daemon.boot_id
-    taken = slot_pool.take(0, 2, wait_s=DONE_S)
+    taken = slot_pool.take(0, 2, wait_s=HUNG_S)
     assert taken.session_id == rig.client.session_id
     # The old session's slots are the daemon's business: no client aborts them.
     assert set(taken.extents["slot"].ravel().tolist()) == {4, 5}

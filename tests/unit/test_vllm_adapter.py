@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.patience import HUNG_S
 
 from kvhearth.connectors.core.engine import RequestOptions, Step
 from kvhearth.connectors.core.settings import parse_settings
@@ -198,7 +199,7 @@ def test_the_package_imports_without_vllm_torch_or_a_daemon() -> None:
         [sys.executable, "-c", words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HUNG_S,
         check=False,
         cwd=Path(__file__).parent,
     )

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
+from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock
 
 from kvhearth import worker_thread
 from kvhearth.worker_thread import SupervisedThread
-
-DONE_S = 10.0
 
 
 def test_a_worker_of_several_threads_is_woken_and_stopped_as_one() -> None:
@@ -28,9 +27,9 @@ def test_a_worker_of_several_threads_is_woken_and_stopped_as_one() -> None:
     )
     worker.start()
     queue.put(1)
-    assert taken.get(timeout=DONE_S) == 1
-    assert worker.stop(DONE_S)
-    assert [taken.get(timeout=DONE_S) for _ in range(3)] == [None] * 3
+    assert taken.get(timeout=HUNG_S) == 1
+    assert worker.stop(HUNG_S)
+    assert [taken.get(timeout=HUNG_S) for _ in range(3)] == [None] * 3
 
 
 def test_a_worker_goes_on_after_a_step_and_a_recovery_that_fail(
@@ -53,7 +52,7 @@ def test_a_worker_goes_on_after_a_step_and_a_recovery_that_fail(
     worker.start()
     clock.until(lambda: len(seen) == 6)
     stopped_at = clock.now()
-    assert worker.stop(DONE_S)
+    assert worker.stop(HUNG_S)
     assert seen == [
         ("step", 0),
         ("recover", 0),
