@@ -21,6 +21,7 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.results import (
     CommitGroup,
     CommitResult,
+    EventsResult,
     Lease,
     LookupResult,
     Pin,
@@ -358,6 +359,29 @@ class Decisions:
                 self._returns.unpin(link, pin.ids)
 
         self._caller.decide("unpin", work, _nothing)
+
+    def events(self, cursor: str = "", blocks_max: int = 0) -> EventsResult:
+        """Read what changed among the namespace's blocks since the last call.
+
+        The first answers list the blocks that are there, as ``stored``. The daemon keeps events
+        only while somebody reads them at least once a minute, and only so many.
+
+        Args:
+            cursor: that of the last result; empty to begin.
+            blocks_max: about how many blocks the result may name; the daemon has a bound of its
+                own, which 0 stands for.
+        """
+
+        def work() -> EventsResult:
+            request = pb.EventsRequest(
+                cursor=cursor, blocks_max=blocks_max, epoch=self._own_epoch()
+            )
+            reply = self._caller.call(self._caller.link(), base.EVENTS, request, self._call_s)
+            return codec.parse_events(self._contract, reply)
+
+        return self._caller.decide(
+            "events", work, lambda why: EventsResult(cursor=cursor, reason=why)
+        )
 
     def touch(self, groups: KeysByGroup) -> None:
         """Mark blocks as used, in the background."""

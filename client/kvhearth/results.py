@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.errors import ClientReason, NoReason, Reason
-from kvhearth.model import U8, U32, Bools, Records
+from kvhearth.model import U8, U32, Bools, Records, Tier
 
 
 @dataclass
@@ -110,6 +111,44 @@ class PrefetchResult:
     eta_us: int = 0
     reason: Reason | NoReason = ""
     boot_id: str = ""
+
+
+class BlockEvent(NamedTuple):
+    """Blocks of one KV group that changed alike at once.
+
+    Attributes:
+        kind: ``stored``, ``moved`` or ``removed``.
+        group: KV group.
+        keys: their keys.
+        tier: where they are now, as far as the daemon knows.
+        cause: why they changed, such as an eviction's cause, or empty.
+    """
+
+    kind: str
+    group: int
+    keys: list[bytes]
+    tier: Tier
+    cause: str
+
+
+@dataclass(frozen=True, eq=False)
+class EventsResult:
+    """What changed among a namespace's blocks.
+
+    Attributes:
+        events: in their order.
+        cursor: where to read next.
+        lost: events that will never come. What is known of the blocks is void then; a list of those
+            that are there begins with these events.
+        listing: the list goes on in the next result; what changed meanwhile follows it.
+        reason: cause of a failure, or empty. After ``stale_boot`` begin without a cursor.
+    """
+
+    events: list[BlockEvent] = field(default_factory=list)
+    cursor: str = ""
+    lost: int = 0
+    listing: bool = False
+    reason: Reason | NoReason = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -264,6 +264,25 @@ def test_a_namespace_is_forgotten_in_portions(desk: Desk) -> None:
     assert desk.tier.look_up(other, keys_of(range(4))).present.all()
 
 
+def test_what_is_there_all_the_while_is_listed(desk: Desk) -> None:
+    desk.store_all(range(40))
+    desk.store_all(range(40, 44), family(namespace=bytes(32)))
+    desk.store_all(range(44, 48), family(group=1))
+    listed, place, turn = list[bytes](), 0, 0
+    while place >= 0:
+        some, place = desk.tier.list_keys(NAMESPACE, 0, place, 3)
+        listed += some
+        desk.tier.forget(NAMESPACE, 0, keys_of([20 + turn]))
+        desk.store_all([50 + turn])
+        turn += 1
+    if desk.tier.shared:
+        assert not listed
+        return
+    assert len(set(listed)) == len(listed)
+    stays = set(keys_of([*range(20), *range(20 + turn, 40)]))
+    assert stays <= set(listed) <= set(keys_of([*range(40), *range(50, 50 + turn)]))
+
+
 def test_many_batches_at_once(desk: Desk) -> None:
     of = family(length=4096)
     batch = desk.store_batch(range(64), of)

@@ -326,6 +326,7 @@ def largest(keys: int, shards: int, key_bytes: int) -> dict[str, Any]:
         "Unpin": cache_pb2.UnpinRequest(pin_ids=ids),
         "Touch": cache_pb2.TouchRequest(groups=named, epoch=huge),
         "BumpEpoch": cache_pb2.BumpEpochRequest(expected_epoch=huge, only_alone=True),
+        "Events": cache_pb2.EventsRequest(cursor="9" * 100, blocks_max=number, epoch=huge),
     }
 
 

@@ -203,7 +203,7 @@ def snapshot(core: Core) -> dict[str, Any]:
             if isinstance(column, np.ndarray) and name != "entries"  # those are "policies"
         },
         "policies": [state.policies.members(*p).tolist() for p in state.policies.places()],
-        "sequences": (state.sequence, state.events.next_sequence),
+        "sequences": (state.sequence, [log.next for log in state.events._logs.values()]),
         "books": [dict(vars(books)) for books in state.books],
         "index": [(*place, dict(found)) for *place, found in state.index.items()],
         "pools": [

@@ -135,6 +135,13 @@ class FakeTier(Tier):
                 facts.sequences[row], facts.parents[row] = block.sequence, block.parent
         return facts
 
+    def list_keys(
+        self, namespace: bytes, group: int, place: int, count: int
+    ) -> tuple[list[bytes], int]:
+        """List the keys of one of four parts."""
+        mine = [key for *where, key in self._blocks if where == [namespace, group]]
+        return [key for key in mine if key[-1] % 4 == place], place + 1 if place < 3 else -1
+
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         return sum(self._drop((namespace, group, key)) for key in keys)
 

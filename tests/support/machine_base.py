@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_server.core.actions import EventKind
 from kvhearth_server.core.core import Core
+from kvhearth_server.core.events import EventKind, EventLog
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import EVICTIONS
 from kvhearth_server.core.slot_table import Geometry, State
@@ -173,7 +173,8 @@ class MachineBase(RuleBasedStateMachine):
         self.serial = itertools.count(1)
         self.sums: list[tuple[Any, Any, Any]] = []
         self.withdrawn: set[tuple[int, int]] = set()
-        self.cursor = 0
+        self.logs: dict[int, tuple[EventLog, int]] = {}
+        """By namespace the log that was read last, and the number of its next event."""
         self.started = False
         self.quiet_steps = 0
         """Steps since the daemon came up."""
@@ -204,7 +205,6 @@ class MachineBase(RuleBasedStateMachine):
         )
         self.memory = Memory(self.geometry)
         self.shell = Shell(self.geometry, self.limits)
-        self.cursor = self.state.events.subscribe()
         self.started = True
         for engine in ENGINES[: 1 + tenants]:
             if engine[0] in self.tenants:
@@ -394,7 +394,7 @@ class MachineBase(RuleBasedStateMachine):
         for client in self.clients:
             client.attached = False
         self.shell.restart()
-        self.cursor = self.state.events.subscribe()
+        self.logs.clear()
         self.sums.clear()
         self.withdrawn.clear()
         self.model.leases.clear()
@@ -429,18 +429,20 @@ class MachineBase(RuleBasedStateMachine):
 
     def sync(self) -> None:
         """Read the events: the model learns of evictions from them, and judges them."""
-        batch = self.state.events.read(self.cursor, 1 << 20)
-        assert batch.lost == 0
-        numbers = [event.sequence for event in batch.events]
-        assert numbers == list(range(self.cursor, batch.next_sequence))
-        self.cursor = batch.next_sequence
-        for event in batch.events:
-            for each in event.keys:
-                name = (event.namespace, event.group, each)
-                if event.kind is EventKind.REMOVED:
-                    self._judge(self.model.blocks.pop(name), event.cause)
-                else:
-                    self._stored(name)
+        for space in self.state.namespaces:
+            log = self.state.events.open(space, 0.0)
+            before, number = self.logs.get(space.number, (log, log.oldest))
+            number = number if log is before else log.oldest
+            assert number >= log.oldest, "events were lost"
+            events = log.read(number, 1 << 20)
+            self.logs[space.number] = log, log.next
+            for event in events:
+                for each in event.keys:
+                    name = (space.number, event.kv_group, each)
+                    if event.kind is EventKind.REMOVED:
+                        self._judge(self.model.blocks.pop(name), event.cause)
+                    else:
+                        self._stored(name)
 
     def _judge(self, block: Block, cause: str) -> None:
         if cause in EVICTIONS:

@@ -7,9 +7,12 @@ import math
 import numpy as np
 import pytest
 from support.core_kit import contract, full, key, keys, refused
+from support.follower import Follower
 from support.tier_rig import MakeRig, TierRig
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth.model import Tier
+from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.engine.tiering.promotion import BEGUN_AT_ONCE
 from kvhearth_server.engine.tiering.writeback import PATIENCE_S, READ_BACK_PATIENCE_S
@@ -292,11 +295,42 @@ def test_events_tell_what_is_on_no_tier_any_more(tier_rig: MakeRig) -> None:
     session = rig.attach()
     rig.save(session, keys(1, 2))
     rig.drop(session, keys(1))
-    cursor = rig.state.events.subscribe()
+    reader = Follower(rig, session)
+    reader.news()
     rig.tier.evict(keys(1, 2))
     rig.turn()
-    (event,) = rig.state.events.read(cursor).events
+    (event,) = reader.news()
     assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "space")
+
+
+def test_a_block_that_a_remote_has_moves_there_and_is_not_listed(tier_rig: MakeRig) -> None:
+    rig = tier_rig(remote=True, local=False, policy=PublishPolicy.ALL)
+    session = rig.attach()
+    reader = Follower(rig, session)
+    for number, tiers in ((1, {}), (2, {(0, key(2)): Tier.REMOTE})):
+        rig.put(session, keys(number))
+        rig.turn(4)
+        rig.drop(session, keys(number))
+        reader.news()
+        assert reader.there() == tiers
+
+
+def test_what_was_read_back_is_listed(tier_rig: MakeRig) -> None:
+    rig = tier_rig()
+    session = rig.attach()
+    rig.save(session, keys(1))
+    rig.drop(session, keys(1))
+    rig.tier.recovering = True
+    (name, block), *_ = rig.tier._blocks.items()
+    rig.tier.lose(keys(1))
+    rig.turn()
+    reader = Follower(rig, session)
+    reader.news()
+    rig.tier._blocks[name] = block
+    rig.tier.recovering = False
+    rig.turn()
+    reader.news()
+    assert reader.there() == {(0, key(1)): Tier.SSD}
 
 
 def test_blocks_that_the_tier_itself_found_wrong_are_as_those_of_a_load(tier_rig: MakeRig) -> None:
@@ -304,10 +338,11 @@ def test_blocks_that_the_tier_itself_found_wrong_are_as_those_of_a_load(tier_rig
     session = rig.attach()
     rig.save(session, keys(1, 2))
     rig.drop(session, keys(1))
-    cursor = rig.state.events.subscribe()
+    reader = Follower(rig, session)
+    reader.news()
     rig.tier.evict(keys(1, 2), "checksum")
     rig.turn()
-    (event,) = rig.state.events.read(cursor).events
+    (event,) = reader.news()
     assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "checksum")
     assert rig.count_of("checksum_failures", "ssd") == 2
     assert rig.count_of("repaired_blocks", "ssd") == 1
@@ -324,7 +359,8 @@ def test_blocks_that_the_device_does_not_give_back_are_told_with_its_error(
     session = rig.attach()
     rig.save(session, keys(1, 2))
     rig.drop(session, keys(1))
-    cursor = rig.state.events.subscribe()
+    reader = Follower(rig, session)
+    reader.news()
     if how == "carried":
         rig.tier.evict(keys(1, 2), "io")
     else:
@@ -334,7 +370,7 @@ def test_blocks_that_the_device_does_not_give_back_are_told_with_its_error(
         rig.tier.lose(keys(1))
         rig.tier.held = False
     rig.turn()
-    (event,) = rig.state.events.read(cursor).events
+    (event,) = reader.news()
     assert (event.keys, event.kind, event.cause) == ((key(1),), "removed", "io")
     assert rig.copy_state(session, key(2)) == (
         CopyState.NOT if how == "carried" else CopyState.SAVED

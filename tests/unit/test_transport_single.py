@@ -34,6 +34,8 @@ class Caller(Desk):
         super().__init__()
         self.engine.boot_id = "boot"
         self.session = self.attach(made)
+        number = self.state.group_of(self.session).namespace
+        self.log = self.state.events.open(self.state.namespaces.get(number), 0.0)
 
     def answer(self, name: str, request: Any) -> Any:
         """Return the reply, or the reason and message of its error."""
@@ -58,7 +60,7 @@ class Caller(Desk):
             self.shell.arena.file.view.tobytes(),
             engine.counters.values(),
             [(one.slots.tolist(), one.generations.tolist()) for one in engine.to_sum],
-            self.state.events.next_sequence,
+            self.log.next,
         )
 
 

@@ -20,13 +20,22 @@ from kvhearth.model import (
     Bools,
     Records,
     Tier,
+    split_keys,
     unpack_bits,
 )
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
-from kvhearth.results import CommitGroup, GroupResult, Lease, LookupResult
+from kvhearth.results import (
+    BlockEvent,
+    CommitGroup,
+    EventsResult,
+    GroupResult,
+    Lease,
+    LookupResult,
+)
 from kvhearth.wire.handshake import Welcome
 
+_TIER_NUMBERS = frozenset(map(int, Tier))
 _FEW = 4
 """Number of extents up to which a Python loop is faster than numpy."""
 
@@ -277,6 +286,21 @@ def _of_whole(count: int) -> tuple[bytes, bytes, Bools, U8]:
 def absent(groups: KeysByGroup) -> dict[int, GroupResult]:
     """Return the presence of a miss."""
     return {group: _absent_group(len(keys)) for group, keys in groups.items()}
+
+
+def parse_events(contract: Contract, reply: pb.EventsResponse) -> EventsResult:
+    """Return the events of an answer.
+
+    Raises:
+        KVHearthError: ``bad_message``, ``bad_keys``.
+    """
+    events = []
+    for each in reply.events:
+        if each.group >= len(contract.groups) or each.tier not in _TIER_NUMBERS:
+            raise bad_reply("an event of no known group or tier")
+        keys = split_keys(each.keys, contract.hash_bytes)
+        events.append(BlockEvent(each.kind, each.group, keys, Tier(each.tier), each.cause))
+    return EventsResult(events, reply.next, reply.lost, reply.listing)
 
 
 def parse_bitmaps(

@@ -1,9 +1,7 @@
-"""Outputs of the core: actions that its shell performs before a reply leaves, and block events."""
+"""Actions of the core that its shell performs before a reply leaves."""
 
 from __future__ import annotations
 
-import enum
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,106 +95,3 @@ class SlabSized:
 
 
 Action = Mark | Bind | BindOne | Summed | Sum | SlabSized
-
-
-class EventKind(enum.StrEnum):
-    """The kind of change that an event reports."""
-
-    STORED = "stored"
-    REMOVED = "removed"
-    MOVED = "moved"
-
-
-@dataclass(frozen=True)
-class Event:
-    """One batch of blocks that changed in the same way at once.
-
-    ``cause`` is the reason (an eviction cause), ``tier`` the present location of the blocks ("" for
-    nowhere).
-    """
-
-    sequence: int
-    kind: EventKind
-    namespace: int
-    group: int
-    keys: tuple[bytes, ...]
-    cause: str
-    tier: str
-
-
-@dataclass(frozen=True)
-class EventBatch:
-    """Events from a reader's cursor on; ``lost`` is the number that left the window unread."""
-
-    events: tuple[Event, ...]
-    next_sequence: int
-    lost: int
-
-
-class EventLog:
-    """Ordered stream of block events for subscribers; ``keys_max`` bounds its memory.
-
-    Events are numbered without gaps. The log keeps a bounded window; a reader that falls out of it
-    learns how many events it lost and must take a snapshot. Without subscribers no events are kept,
-    but the numbers continue.
-    """
-
-    def __init__(self, keys_max: int = 1 << 18) -> None:
-        self._keys_max = keys_max
-        self._window: deque[Event] = deque()
-        self._keys = 0
-        self._next = 1
-        self._readers = 0
-
-    @property
-    def next_sequence(self) -> int:
-        """Number of the next event."""
-        return self._next
-
-    @property
-    def has_readers(self) -> bool:
-        """Whether keys of new events are kept."""
-        return self._readers > 0
-
-    def subscribe(self) -> int:
-        """Start keeping events; returns the cursor to read from."""
-        self._readers += 1
-        return self._next
-
-    def unsubscribe(self) -> None:
-        """Remove one reader; the window is dropped with the last one."""
-        self._readers -= 1
-        if self._readers == 0:
-            self._window.clear()
-            self._keys = 0
-
-    def append(
-        self,
-        kind: EventKind,
-        namespace: int,
-        group: int,
-        keys: list[bytes],
-        *,
-        cause: str = "",
-        tier: str = "",
-    ) -> None:
-        """Number an event, and keep it if there are readers."""
-        sequence = self._next
-        self._next += 1
-        if not self._readers:
-            return
-        self._window.append(Event(sequence, kind, namespace, group, tuple(keys), cause, tier))
-        self._keys += len(keys)
-        while self._keys > self._keys_max and len(self._window) > 1:
-            self._keys -= len(self._window.popleft().keys)
-
-    def read(self, cursor: int, count_max: int = 1024) -> EventBatch:
-        """Events from ``cursor`` on, in order, at most ``count_max``."""
-        oldest = self._window[0].sequence if self._window else self._next
-        lost = max(0, oldest - cursor)
-        start = max(cursor, oldest)
-        skip = start - oldest
-        events = tuple(
-            self._window[i] for i in range(skip, min(len(self._window), skip + count_max))
-        )
-        return EventBatch(events, start + len(events), lost)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
-from kvhearth_server.core.actions import Bind, EventKind, Sum
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools, Tier
+from kvhearth_server.core.actions import Bind, Sum
+from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.removal import Cause, remove_blocks
@@ -237,7 +238,7 @@ class Binder:
         size = slots.size * group_spec(namespace.contract, kv_group).page_bytes
         state.count("promoted_blocks", len(slots))
         state.count("promoted_bytes", size)
-        state.events.append(EventKind.MOVED, namespace.number, kv_group, keys, tier="dram")
+        state.events.append(EventKind.MOVED, namespace.number, kv_group, keys, tier=Tier.DRAM)
 
     def _announce(
         self, namespace: Namespace, kv_group: int, slots: I64, keys: list[bytes], summed: bool
@@ -251,6 +252,6 @@ class Binder:
         if summed:
             state.writeback_queue.offer(slots[:, 0])
             state.count("summed_blocks", len(slots))
-            state.events.append(EventKind.STORED, namespace.number, kv_group, keys, tier="dram")
+            state.events.append(EventKind.STORED, namespace.number, kv_group, keys, tier=Tier.DRAM)
         else:
             state.actions.append(Sum(slots, state.table.generation[slots].copy()))

@@ -13,6 +13,7 @@ from kvhearth.errors import Reason
 from kvhearth.model import I64, U32
 from kvhearth_server.core.check_books import Holders, book_portions, check_books
 from kvhearth_server.core.evictor import Evictor
+from kvhearth_server.core.following import Following
 from kvhearth_server.core.lookup import Reading
 from kvhearth_server.core.membership import Membership
 from kvhearth_server.core.namespaces import Namespace
@@ -45,6 +46,7 @@ class Core:
         self.membership = Membership(self.state)
         self.writing = Writing(self.state, self.evictor)
         self.reading = Reading(self.state)
+        self.following = Following(self.state)
         self.pinning = Pinning(self.state)
         self.writeback = Writeback(self.state)
         self.publishing = Publishing(self.state)

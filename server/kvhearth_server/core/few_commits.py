@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvhearth.contract import GroupSpec
-from kvhearth.model import CHECKSUM_BYTES
-from kvhearth_server.core.actions import BindOne, EventKind, Sum
+from kvhearth.model import CHECKSUM_BYTES, Tier
+from kvhearth_server.core.actions import BindOne, Sum
 from kvhearth_server.core.commit import Binder, CommitItem
+from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.groups import Group
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.slot_table import State
@@ -25,7 +26,7 @@ from kvhearth_server.core.state import CoreState
 _RESERVED, _COMMITTED, _SUMMED = int(State.RESERVED), int(State.COMMITTED), int(State.SUMMED)
 _BOUND = (State.COMMITTED, State.SUMMED)
 """States of a bound slot, by whether the checksum is known."""
-_STORED = EventKind.STORED
+_STORED, _DRAM = EventKind.STORED, Tier.DRAM
 
 
 class SingleCommit(NamedTuple):
@@ -174,4 +175,4 @@ class FewCommits:
         namespace.traffic.stored_blocks += 1
         if summed:
             state.count("summed_blocks")
-            state.events.append(_STORED, namespace.number, one.kv_group, [one.key], tier="dram")
+            state.events.append(_STORED, namespace.number, one.kv_group, [one.key], tier=_DRAM)

@@ -47,6 +47,17 @@ class LowerTier(Protocol):
         those that are in memory (``here``); None if no tier has any. Never waits.
         """
 
+    def present(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
+        """Report which keys of the current epoch the daemon's own tiers have."""
+
+    def shared_has(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
+        """Report which keys a shared tier has, as far as is known without asking it."""
+
+    def list_keys(
+        self, namespace: Namespace, kv_group: int, place: int, count: int
+    ) -> tuple[list[bytes], int]:
+        """List blocks of the namespace's current epoch on the daemon's own tiers; see ``Tier``."""
+
 
 @dataclass(frozen=True)
 class PromotionRequest:

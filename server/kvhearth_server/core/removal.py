@@ -6,8 +6,10 @@ import enum
 
 import numpy as np
 
-from kvhearth.model import I64
-from kvhearth_server.core.actions import EventKind, Mark
+from kvhearth.model import I64, Bools, Tier
+from kvhearth_server.core.actions import Mark
+from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState
 
@@ -76,10 +78,34 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cau
         place = (number, str(cause))
         state.evictions[place] = state.evictions.get(place, 0) + len(heads)
         state.evicted_at.append(table.used_at[heads])
-    # Subscribers see a block removed as wrong as gone: a good copy in the lower tier is promoted
-    # and announced again.
-    moved = copy_state if cause in EVICTIONS else np.zeros_like(copy_state)
-    for kind, chosen, tier in ((EventKind.REMOVED, ~moved, ""), (EventKind.MOVED, moved, "ssd")):
-        names = [keys[row] for row in np.flatnonzero(chosen).tolist()]
-        if names:
-            state.events.append(kind, number, kv_group, names, cause=cause, tier=tier)
+    if number in state.events:
+        # A block removed as wrong is told as gone: a good copy on the lower tier is promoted, and
+        # told again.
+        saved = copy_state if cause in EVICTIONS else np.zeros_like(copy_state)
+        tell_gone(state, namespace, kv_group, keys, cause, saved)
+
+
+def tell_gone(
+    state: CoreState,
+    namespace: Namespace,
+    kv_group: int,
+    keys: list[bytes],
+    cause: str,
+    saved: Bools | None = None,
+) -> None:
+    """Tell those who follow a namespace of blocks that are not in memory any more.
+
+    Args:
+        saved: (n,), those that the daemon's own lower tier has; None for none.
+    """
+    if namespace.number not in state.events:
+        return
+    tiers = np.zeros(len(keys), np.uint8)
+    if state.lower_tier is not None:
+        tiers[state.lower_tier.shared_has(namespace, kv_group, keys)] = Tier.REMOTE
+    if saved is not None:
+        tiers[saved] = Tier.SSD
+    for tier in (Tier.SSD, Tier.REMOTE, Tier.NOWHERE):
+        if names := [keys[row] for row in np.flatnonzero(tiers == tier).tolist()]:
+            kind = EventKind.MOVED if tier else EventKind.REMOVED
+            state.events.append(kind, namespace.number, kv_group, names, cause=cause, tier=tier)

@@ -9,9 +9,10 @@ import numpy as np
 
 from kvhearth.contract import GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools
-from kvhearth_server.core.actions import EventKind, Mark, Summed
+from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, Bools, Tier
+from kvhearth_server.core.actions import Mark, Summed
 from kvhearth_server.core.commit import Binder, CommitItem
+from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.evictor import Evictor
 from kvhearth_server.core.few_commits import FewCommits, SingleCommit
 from kvhearth_server.core.groups import Group, Reservation, SlotGrant
@@ -392,8 +393,9 @@ class Writing:
         heads = kept[:, 0]
         state.writeback_queue.offer(heads)
         for number, kv_group, mine in table.by_kind(heads):
-            keys = state.index.keys(mine) if state.events.has_readers else []
-            state.events.append(EventKind.STORED, number, kv_group, keys, tier="dram")
+            if number in state.events:
+                keys = state.index.keys(mine)
+                state.events.append(EventKind.STORED, number, kv_group, keys, tier=Tier.DRAM)
         return len(kept)
 
     def give_back(self, session: int, grants: list[SlotGrant]) -> None:

@@ -9,7 +9,8 @@ from typing import Literal
 from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
-from kvhearth_server.core.actions import Action, EventLog, Mark, SlabSized
+from kvhearth_server.core.actions import Action, Mark, SlabSized
+from kvhearth_server.core.events import EventLogs
 from kvhearth_server.core.groups import Group, Groups
 from kvhearth_server.core.index import Chains, Index
 from kvhearth_server.core.lower_tier import LowerTier, WritebackQueue
@@ -109,7 +110,7 @@ class CoreState:
         ]
         self.limits = limits
         """Bounds, which may change while serving; what exceeds them stays until it ends."""
-        self.events = EventLog()
+        self.events = EventLogs(len(geometry.segments))
         self.counts: dict[tuple[str, str], int] = {}
         self.evicted_at: list[U32] = []
         self.evictions: dict[tuple[int, str], int] = {}

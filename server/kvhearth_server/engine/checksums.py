@@ -39,6 +39,8 @@ _SUM_EVERY_S = 0.006
 """Distance of small batches while engines decode: each costs the loop as much as 20 blocks."""
 _SUM_SOON_BLOCKS = 64
 """Blocks that do not wait for more."""
+UNREAD_S = 60.0
+"""Time after which the events of a namespace are kept no more if nobody reads them."""
 _WATCH_S = 0.05
 _IDLE_S = 1.0
 _log = get_logger("kvhearth.engine")
@@ -253,6 +255,7 @@ class ChecksumWorkers:
                 await asyncio.sleep(0)
             if engine.tiering is None and engine.now() - engine.started_at > ORPHANED_LOADS_S:
                 engine.call(engine.core.promotions.free_orphaned_loads)
+            engine.core.state.events.end_unread(engine.now() - UNREAD_S)
             engine.ticks.note(engine.core.state.clock, engine.now())
             await asyncio.sleep(_IDLE_S)
 

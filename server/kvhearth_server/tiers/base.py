@@ -452,6 +452,18 @@ class Tier(Protocol):
         """
         return Known(self.look_up(family, keys).present, None)
 
+    def has(self, family: BlockSpec, keys: Sequence[bytes]) -> Bools:
+        """Return which blocks are there for all that is known, (n,); a shared tier may be wrong."""
+        return self.look_up(family, keys).present
+
+    def list_keys(
+        self, namespace: bytes, group: int, place: int, count: int
+    ) -> tuple[list[bytes], int]:
+        """List about ``count`` keys of a namespace's KV group, from a place (at first 0) on, and
+        return them with the next place, -1 at the end. What is there all the while is listed.
+        """
+        return [], -1
+
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Stop serving these keys; return how many were present. Running loads go on."""
 

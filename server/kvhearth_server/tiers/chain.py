@@ -274,6 +274,12 @@ class TierChain(Tier):
             return Facts.none(family, len(keys))
         return self._local[0].look_up(family, keys)
 
+    def list_keys(
+        self, namespace: bytes, group: int, place: int, count: int
+    ) -> tuple[list[bytes], int]:
+        """List keys of the daemon's own tier."""
+        return self._tiers[0].list_keys(namespace, group, place, count)
+
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Stop serving these keys; return how many copies there were."""
         return sum(tier.forget(namespace, group, keys) for tier in self._tiers)

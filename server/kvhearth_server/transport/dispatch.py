@@ -19,6 +19,7 @@ from kvhearth.failpoints import hit
 from kvhearth.model import I64, Bools, Tier
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
+from kvhearth_server.core.events import Cursor
 from kvhearth_server.core.groups import Group, SlotGrant
 from kvhearth_server.core.lookup import KeysItem, Presence
 from kvhearth_server.core.lower_tier import PromotionRequest
@@ -52,6 +53,9 @@ BOUND_PER_TURN_MAX = 64
 
 PREFETCHED_PER_TURN_MAX = 256
 """Blocks whose promotion a prefetch requests before others have their turn: about a millisecond."""
+
+TOLD_PER_TURN_MAX = 2048
+"""Blocks that an answer about events names: about a millisecond."""
 
 Verify = Callable[[list[I64]], Awaitable[int]]
 _log = get_logger("kvhearth.client")
@@ -492,6 +496,34 @@ class Dispatcher:
         drives = bool(engine.ssd_catalogue.paths) and not request.only_alone
         return self._confirmed(reply, drives=drives) if engine.durable else reply
 
+    def _events(
+        self, request: cache_pb2.EventsRequest, caller: CallContext
+    ) -> cache_pb2.EventsResponse:
+        engine, namespace = self._engine, caller.namespace
+        found = engine.core.following.read(
+            caller.session,
+            request.epoch,
+            _cursor(request.cursor, engine.boot_id, namespace),
+            min(request.blocks_max or TOLD_PER_TURN_MAX, TOLD_PER_TURN_MAX),
+            engine.now(),
+        )
+        engine.counters.add("events_lost", found.lost)
+        reply = cache_pb2.EventsResponse(
+            boot_id=engine.boot_id,
+            next=f"{engine.boot_id}/{namespace.number}/{found.cursor.number}/{found.cursor.place}",
+            lost=found.lost,
+            listing=found.cursor.place >= 0,
+        )
+        for each in found.events:
+            reply.events.add(
+                kind=each.kind,
+                group=each.kv_group,
+                keys=b"".join(each.keys),
+                tier=each.tier,
+                cause=each.cause,
+            )
+        return reply
+
     async def _confirmed(
         self, reply: cache_pb2.BumpEpochResponse, *, drives: bool
     ) -> cache_pb2.BumpEpochResponse:
@@ -499,6 +531,23 @@ class Dispatcher:
         if drives:
             await self._engine.ssd_catalogue.confirm()
         return reply
+
+
+def _cursor(text: str, boot_id: str, namespace: Namespace) -> Cursor | None:
+    """Return the cursor that a reader of events got, None for the empty one.
+
+    Raises:
+        KVHearthError: ``stale_boot``, ``bad_message``.
+    """
+    if not text:
+        return None
+    boot, _, rest = text.partition("/")
+    if boot != boot_id:
+        raise KVHearthError(Reason.STALE_BOOT, "a cursor of another boot; begin without one")
+    found = re.fullmatch(r"(\d{1,5})/(\d{1,18})/(-1|\d{1,18})", rest, re.ASCII)
+    if found is None or int(found[1]) != namespace.number:
+        raise KVHearthError(Reason.BAD_MESSAGE, "no cursor of this namespace; begin without one")
+    return Cursor(int(found[2]), int(found[3]))
 
 
 def _handler_name(method: str) -> str:

@@ -71,6 +71,7 @@ def body_bounds(
         "Unpin": ids,
         "Touch": keys,
         "BumpEpoch": 0,
+        "Events": 0,
     }
     return {
         kind: (name, min(bounds[name] + _OTHER_BYTES, message_bytes_max))

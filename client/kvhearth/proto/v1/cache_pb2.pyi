@@ -624,3 +624,89 @@ class BumpEpochResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "epoch", b"epoch"]) -> None: ...
 
 global___BumpEpochResponse = BumpEpochResponse
+
+@typing.final
+class EventsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CURSOR_FIELD_NUMBER: builtins.int
+    BLOCKS_MAX_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    cursor: builtins.str
+    """`next` of the last answer; empty to begin."""
+    blocks_max: builtins.int
+    """About how many blocks the answer may name; the daemon has a bound of its own, which 0 stands for."""
+    epoch: builtins.int
+    """The weights epoch that the engine runs with."""
+    def __init__(
+        self,
+        *,
+        cursor: builtins.str = ...,
+        blocks_max: builtins.int = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_max", b"blocks_max", "cursor", b"cursor", "epoch", b"epoch"]) -> None: ...
+
+global___EventsRequest = EventsRequest
+
+@typing.final
+class BlockEvent(google.protobuf.message.Message):
+    """Blocks of one group that changed alike at once."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """`stored`, `moved` or `removed`."""
+    group: builtins.int
+    keys: builtins.bytes
+    tier: builtins.int
+    """Where they are now: 0 nowhere, 1 DRAM, 2 SSD, 3 a remote tier, as far as the daemon knows."""
+    cause: builtins.str
+    """Why they changed, or empty."""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        group: builtins.int = ...,
+        keys: builtins.bytes = ...,
+        tier: builtins.int = ...,
+        cause: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "group", b"group", "keys", b"keys", "kind", b"kind", "tier", b"tier"]) -> None: ...
+
+global___BlockEvent = BlockEvent
+
+@typing.final
+class EventsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    NEXT_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    LISTING_FIELD_NUMBER: builtins.int
+    boot_id: builtins.str
+    next: builtins.str
+    lost: builtins.int
+    """Events that the caller will never get: what it knows is void, and the list of the blocks begins anew."""
+    listing: builtins.bool
+    """The list of the blocks that are there goes on in the next answer; what has changed meanwhile follows it."""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockEvent]: ...
+    def __init__(
+        self,
+        *,
+        boot_id: builtins.str = ...,
+        events: collections.abc.Iterable[global___BlockEvent] | None = ...,
+        next: builtins.str = ...,
+        lost: builtins.int = ...,
+        listing: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "events", b"events", "listing", b"listing", "lost", b"lost", "next", b"next"]) -> None: ...
+
+global___EventsResponse = EventsResponse

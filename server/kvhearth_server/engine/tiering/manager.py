@@ -150,6 +150,7 @@ class Tiering:
         self._completions = deque[Completion]()
         self._drops = deque[Evicted]()
         self._turning = False
+        self._recovering = self.tier.recovering
         self.orphaned_loads_after = 0.0
         """Time at which even drives that only an earlier run had are certainly idle."""
         self.due = asyncio.Event()
@@ -205,6 +206,21 @@ class Tiering:
             return Below(np.zeros(count, np.bool_) if remote is None else remote, remote, asking)
         local = ~(absent | here)
         return Below(local if remote is None else local | remote, remote, asking)
+
+    def shared_has(self, namespace: Namespace, kv_group: int, keys: Sequence[bytes]) -> Bools:
+        """Return which keys a shared tier has, as far as is known."""
+        if self._chain is None or namespace.label is None:
+            return np.zeros(len(keys), np.bool_)
+        return self._chain.remote.has(self.names.family(namespace, kv_group), keys)
+
+    def list_keys(
+        self, namespace: Namespace, kv_group: int, place: int, count: int
+    ) -> tuple[list[bytes], int]:
+        """List blocks of the namespace's current epoch on tiers that are not shared."""
+        family = self.names.family(namespace, kv_group)
+        keys, after = self.tier.list_keys(family.namespace, kv_group, place, count)
+        present = self.tier.look_up(family, keys).present.tolist()
+        return [key for key, here in zip(keys, present, strict=True) if here], after
 
     def eta_us(
         self,
@@ -303,6 +319,9 @@ class Tiering:
 
     def _turn(self, end: float) -> None:
         publisher = self._publisher
+        if self._recovering and not self.tier.recovering:  # no event told what it has read back
+            self._core.state.events.end_all()
+        self._recovering = self.tier.recovering
         self._completions.extend(self.tier.poll())
         while self._completions:
             completion = self._completions.popleft()

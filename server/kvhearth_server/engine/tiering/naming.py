@@ -8,10 +8,10 @@ import hashlib
 import numpy as np
 
 from kvhearth.model import I64, Records
-from kvhearth_server.core.actions import EventKind
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
+from kvhearth_server.core.removal import tell_gone
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Identity, StoreBatch
 
 
@@ -95,9 +95,8 @@ class BlockNaming:
     def publish_removed(
         self, namespace: Namespace, kv_group: int, keys: list[bytes], cause: str
     ) -> None:
-        """Publish as removed those keys lost by the tier that are not in memory either."""
+        """Tell of the keys lost by the tier that are not in memory either."""
         state = self._core.state
         heads = state.index.find(namespace.number, kv_group, keys)
         gone = [key for key, head in zip(keys, heads.tolist(), strict=True) if head < 0]
-        if gone:
-            state.events.append(EventKind.REMOVED, namespace.number, kv_group, gone, cause=cause)
+        tell_gone(state, namespace, kv_group, gone, cause)

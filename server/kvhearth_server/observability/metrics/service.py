@@ -41,6 +41,7 @@ _CLIENT_TROUBLE = (
     *("links_lost", "attach_failures", "heartbeat_failures", "keeper_failures"),
     *("drains_unfinished", "outbox_overflow", "errands_void", "errands_late", "errands_unknown"),
     *("errands_refused", "stock_failures", "store_crashes", "load_crashes", "registration_failed"),
+    "events_left_out",
 )
 
 
@@ -217,6 +218,11 @@ SERVICE: tuple[Metric, ...] = (
         "Stalls: each call waits for as long. A busy processor counts, too.",
         "timings.loop_lag",
         histogram=True,
+    ),
+    counter(
+        "kvhearth_events_lost_total",
+        "Changes of blocks that an engine which follows them did not read in time.",
+        "Rising: an engine follows too slowly, and lists its namespace's blocks each time.",
     ),
     CLIENTS.count(
         "kvhearth_client_copy_bytes_total",

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhearth.failpoints import hit
-from kvhearth.model import I64, U8
+from kvhearth.model import I64, U8, Bools
 from kvhearth_server.tiers.base import (
     REMOTE,
     BlockSpec,
@@ -416,6 +416,14 @@ class RemoteTier(Tier):
             return facts
         states = self._cache.look(_names(space, family, keys), self._clock())
         return replace(facts, present=states != NO)
+
+    def has(self, family: BlockSpec, keys: Sequence[bytes]) -> Bools:
+        """Return what the existence cache knows to be present."""
+        space = self._space_of(family) if len(keys) else ""
+        if not space:
+            return np.zeros(len(keys), np.bool_)
+        there: Bools = self._cache.look(_names(space, family, keys), self._clock()) == YES
+        return there
 
     def ask(self, family: BlockSpec, keys: Sequence[bytes], window: int = 0) -> Known:
         """Answer a lookup from the existence cache; ask the remote about the first run of unknown

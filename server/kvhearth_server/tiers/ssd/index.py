@@ -80,6 +80,16 @@ class KeyMap:
                 taken.append(part.popitem())
         return taken
 
+    def list_parts(self, place: int, count: int) -> tuple[list[bytes], int]:
+        """List the keys of whole parts, from part ``place`` on, until there are ``count`` or more;
+        return them with the next part, -1 after the last one. A key never changes its part.
+        """
+        keys = list[bytes]()
+        while place < _PARTS and len(keys) < count:
+            keys += self._parts[place]
+            place += 1
+        return keys, -1 if place >= _PARTS else place
+
     def _homes(self, keys: Sequence[bytes]) -> list[dict[bytes, int]]:
         """Return the dict of each key; no line of Python runs for each of a restart's millions."""
         numbers = np.fromiter(map(hash, keys), np.int64, len(keys)) >> _SHIFT & _NUMBERS - 1
@@ -254,6 +264,13 @@ class SsdIndex:
         """Return the entries of keys, shape (n,); -1 for absent keys."""
         found = self._maps.get((self._numbers.get(namespace, -1), group))
         return np.full(len(keys), -1, np.int64) if found is None else found.find(keys)
+
+    def list_keys(
+        self, namespace: bytes, group: int, place: int, count: int
+    ) -> tuple[list[bytes], int]:
+        """List the keys of a namespace's group from a place on; see ``Tier.list_keys``."""
+        found = self._maps.get((self._numbers.get(namespace, -1), group))
+        return ([], -1) if found is None else found.list_parts(place, count)
 
     def rows(self, entries: I64, shards: int = 1) -> Records:
         """Return a copy of existing entries' rows (n, shards). Each block must have ``shards``."""

@@ -422,6 +422,11 @@ class SsdTier(Tier):
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         return self.index.unbind(namespace, group, keys)
 
+    def list_keys(
+        self, namespace: bytes, group: int, place: int, count: int
+    ) -> tuple[list[bytes], int]:
+        return self.index.list_keys(namespace, group, place, count)
+
     def forget_namespace(self, namespace: bytes, count: int) -> Evicted | None:
         return self.index.forget_of(namespace, count)
 
