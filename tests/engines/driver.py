@@ -20,7 +20,11 @@ import time
 import uuid
 from typing import Any
 
+import msgspec
+import zmq
+import zmq.asyncio
 from vllm import SamplingParams
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -105,6 +109,8 @@ class Driver:
     def __init__(self) -> None:
         self._engine: AsyncLLM | None = None
         self._loras: dict[str, LoRARequest] = {}
+        self._events: zmq.asyncio.Socket | None = None
+        self._published: list[dict[str, Any]] = []
 
     async def load(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Start the engine from ``AsyncEngineArgs``; return its sizes.
@@ -201,6 +207,27 @@ class Driver:
             for each in get_metrics_snapshot()
             if each.name == name and label in each.labels
         }
+
+    async def subscribe(self, endpoint: str) -> None:
+        """Subscribe to the engine's KV events at a ZMQ endpoint, as a router does."""
+        self._events = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        self._events.setsockopt(zmq.SUBSCRIBE, b"")
+        self._events.connect(endpoint)
+        asyncio.create_task(self._listen(self._events))  # noqa: RUF006 - ends with the process
+
+    async def _listen(self, events: zmq.asyncio.Socket) -> None:
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        while True:
+            _, _, payload = await events.recv_multipart()
+            for event in decoder.decode(payload).events:
+                self._published.append(
+                    {"event": type(event).__name__, **msgspec.structs.asdict(event)}
+                )
+
+    async def published(self) -> list[dict[str, Any]]:
+        """Return the events since the last call."""
+        found, self._published = self._published, []
+        return found
 
     async def healthy(self) -> bool:
         """Raise if the engine's core is dead."""

@@ -51,9 +51,10 @@ class Engine:
     Args:
         model: name or directory of the model.
         options: entry of ``secondary_tiers``, but its ``type``.
+        events: whether it publishes which blocks are where.
     """
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
+    def __init__(self, model: str, options: dict[str, Any], *, events: bool = False) -> None:
         load_general_plugins()
         extra = {
             "spec_name": "TieringOffloadingSpec",
@@ -63,7 +64,7 @@ class Engine:
         config = OffloadingConfig(
             groups=(OffloadingGroupConfig(16, ("layer",), 0),),
             worker_kv_bytes_per_block=CHUNK_BYTES,
-            enable_kv_cache_events=False,
+            enable_kv_cache_events=events,
             extra_config=extra,
             engine_id=f"test-{os.getpid()}-{secrets.token_hex(4)}",
             model=OffloadingModelConfig(model, "float16"),
@@ -209,6 +210,27 @@ def reset(model: str, options: dict[str, Any], *, shared: bool) -> dict[str, Any
         stored += engine.store()
         forget(engine)
         return {"stored": stored, "names": engine.looked_up(), "warnings": warnings}
+
+
+def publish(model: str, options: dict[str, Any]) -> list[int]:
+    """Store the chunks, then drop the namespace; return how many the tier tells as stored and as
+    removed.
+    """
+    told = [0, 0]
+
+    def count(engine: Engine) -> int:
+        for event in engine.manager.take_events():
+            if event.ownership == "kvhearth":
+                told[event.removed] += len(set(event.keys) & set(KEYS))
+        return sum(told)
+
+    engine = Engine(model, options, events=True)
+    engine.store()
+    engine.steps_until(lambda: count(engine) == CHUNKS, "stores are told")
+    engine.manager.reset_cache()
+    engine.steps_until(lambda: count(engine) == 2 * CHUNKS, "removals are told")
+    engine.close()
+    return told
 
 
 def forget(engine: Engine) -> None:

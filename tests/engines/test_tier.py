@@ -128,6 +128,10 @@ def test_a_reset_drops_blocks_and_what_older_weights_began(
     assert ("reset.kept_blocks" in found["warnings"]) == kept
 
 
+def test_routers_learn_what_the_tier_has(logs: Path, daemon: Daemon, model: str) -> None:
+    assert engine(logs, "publish", model, daemon) == [12, 12]
+
+
 def test_bad_options_are_refused_by_name(logs: Path, daemon: Daemon, model: str) -> None:
     for options, said in (
         ({"on_reset": "never"}, "on_reset='never' is not one of auto, drop, keep"),

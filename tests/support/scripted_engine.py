@@ -239,10 +239,10 @@ class ScriptedEngine:
         )
 
     def _keys(self, request: ScriptedRequest, group: int) -> list[bytes]:
-        return self.half._groups.keys(request.block_hashes)[group]
+        return self.half.groups.keys(request.block_hashes)[group]
 
     def _content(self, request: ScriptedRequest, group: int, block: int, rank: int) -> Any:
-        key = self.half._groups.key(group, request.block_hashes, block)
+        key = self.half.groups.key(group, request.block_hashes, block)
         size = self.contract.groups[group].page_bytes
         return content(key, group, self.geometry.shard_of(rank), size)
 
@@ -322,7 +322,7 @@ class ScriptedEngine:
         loaded = self.admit(request)
         if not self.wait_loaded(request):
             loaded = 0
-        for at in range(loaded // BLOCK_TOKENS if self.half._groups.whole else 0):
+        for at in range(loaded // BLOCK_TOKENS if self.half.groups.whole else 0):
             assert self.holds(request, 0, at), f"{name}: block {at} has wrong bytes"
         if request.num_computed_tokens < request.num_tokens:
             self.prefill(request)

@@ -12,6 +12,7 @@ from support.core_kit import contract, full
 from support.patience import HUNG_S
 
 from kvhearth.clock import REAL_TIME
+from kvhearth.connectors.core.block_feed import BlockFeed, BlockTokens
 from kvhearth.connectors.core.engine import Context, Counters, EngineGroups
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import Geometry, RankStored, StoreJob, WorkerReport
@@ -84,8 +85,10 @@ class Pages:
 class Rig:
     """The tracker of an engine with two ranks, and a job of four blocks for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, **progress: Any) -> None:
         self.client, self.pages = ScriptedClient(), Pages()
+        self.described: list[tuple[int, bytes, BlockTokens | None]] = []
+        feed = SimpleNamespace(describe=lambda *told: self.described.append(told))
         context = SimpleNamespace(
             settings=Settings(),
             facts=SimpleNamespace(step_tokens_max=256),
@@ -94,11 +97,14 @@ class Rig:
             geometry=Geometry.of(CONTRACT, 1),
             counters=Counters(),
         )
-        self.stores = Stores(cast(Context, context), BlockRefs(self.pages, 50))
+        refs = BlockRefs(self.pages, 50)
+        self.stores = Stores(cast(Context, context), refs, cast(BlockFeed, feed))
         assert len(self.stores._slot_pool.take(0, 1, wait_s=HUNG_S)) == 1, "no slots came"
         hashes = [bytes([number]) * 32 for number in range(BLOCKS)]
         assert self.stores.begin()
-        self.stores.plan(Progress(hashes, [0]), lambda: ([11, 12, 13, 14],), 16 * BLOCKS)
+        self.stores.plan(
+            Progress(hashes, [0], **progress), lambda: ([11, 12, 13, 14],), 16 * BLOCKS
+        )
         [self.job] = self.stores.take_due()
         self.slots = self.job.moves[0].extents["slot"][:, 0].tolist()
 
@@ -126,6 +132,21 @@ def rig() -> Iterator[Rig]:
     yield rig
     rig.stores.close(HUNG_S)
     assert rig.pages.held == []
+
+
+@pytest.mark.parametrize("how", ["tokens", "more", "adapter"])
+def test_what_stored_blocks_hold_is_told(how: str) -> None:
+    tokens = list(range(100)) if how == "tokens" else None
+    rig = Rig(token_ids=tokens, key_salt=b"adapter" if how == "adapter" else b"")
+    assert [group for group, _, _ in rig.described] == [0] * BLOCKS
+    keys = [key for _, key, _ in rig.described]
+    for at, (_, _, holds) in enumerate(rig.described):
+        if how == "adapter":
+            assert holds is None
+        else:
+            held = tuple(tokens[16 * at : 16 * at + 16]) if tokens else ()
+            assert holds == BlockTokens(keys[at - 1] if at else b"", held)
+    rig.stores.close(HUNG_S)
 
 
 def test_nothing_is_committed_before_both_ranks_have_copied(rig: Rig) -> None:

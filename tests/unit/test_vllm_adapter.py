@@ -82,6 +82,7 @@ def config(role: str = "kv_both", **over: Any) -> Any:
         "weight_transfer_config": None,
         "parallel_config": SimpleNamespace(nnodes=1),
         "instance_id": "run1",
+        "kv_events_config": None,
     }
     return SimpleNamespace(**{**values, **over})
 
@@ -91,6 +92,10 @@ def request(**over: Any) -> Any:
         "kv_transfer_params": None,
         "lora_request": None,
         "skip_reading_prefix_cache": False,
+        "all_token_ids": [1, 2],
+        "mm_features": [],
+        "cache_salt": None,
+        "prompt_embeds": None,
     }
     return SimpleNamespace(**{**values, **over})
 
@@ -114,6 +119,13 @@ def test_a_bound_of_zero_means_none_and_nonsense_is_refused_once(
     (line,) = caplog.messages
     assert "request.bad_tokens" in line
     assert "parameter=max_offload_tokens type=int" in line
+
+
+def test_tokens_are_told_if_hashes_cover_nothing_else() -> None:
+    reader = RequestReader(publishes=True)
+    assert reader.options_of(request()).token_ids == [1, 2]
+    for more in ({"mm_features": [1]}, {"cache_salt": "s"}, {"prompt_embeds": b""}):
+        assert reader.options_of(request(**more)).token_ids is None
 
 
 def test_demands_of_requests(tmp_path: Path) -> None:

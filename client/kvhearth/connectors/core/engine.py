@@ -167,6 +167,7 @@ class RequestOptions:
         find_key_salt: finds the digest of what its hashes do not cover, such as an adapter's
             weights; None if they cover all. Runs on a thread of its own and may read files. It
             returns None if there is no digest: then nothing is loaded or stored.
+        token_ids: its tokens, which grow as it runs, if they are all that its hashes cover.
     """
 
     skips: bool = False
@@ -174,6 +175,7 @@ class RequestOptions:
     load_tokens_max: int = UNBOUNDED_TOKENS
     store_tokens_max: int = UNBOUNDED_TOKENS
     find_key_salt: Callable[[], bytes | None] | None = None
+    token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class EngineFacts:
         live_weights: its weights may be replaced while it runs.
         stepped: it steps without requests while stores need that. Otherwise no block is held after
             the last request.
+        publishes: it tells others which blocks are where.
         run: as for ``kvhearth.client.connect``.
     """
 
@@ -203,6 +206,7 @@ class EngineFacts:
     drops_block: bool = False
     live_weights: bool = False
     stepped: bool = True
+    publishes: bool = False
     run: Run = NAMELESS
 
 

@@ -308,6 +308,7 @@ class Requests:
         progress = Progress(request.block_hashes, [0] * self._groups.count)
         if options.find_key_salt is not None:
             progress.key_salt = None
+        progress.token_ids = options.token_ids
         progress.tokens_max = options.store_tokens_max
         if self._settings.offload_prompt_only:
             progress.tokens_max = min(progress.tokens_max, request.num_prompt_tokens)

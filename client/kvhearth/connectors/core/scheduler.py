@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from kvhearth.client import connect
 from kvhearth.clock import REAL_TIME, Clock
+from kvhearth.connectors.core.block_feed import BlockFeed
 from kvhearth.connectors.core.engine import (
     BlockTable,
     Bounds,
@@ -162,7 +163,7 @@ class SchedulerConnector:
                 always=settings.policy == "always" or not facts.stores,
             )
         )
-        self._groups = EngineGroups(contract, offer.kv_groups, facts.hash_tokens)
+        self.groups = EngineGroups(contract, offer.kv_groups, facts.hash_tokens)
         self._client = connect(
             settings.url,
             contract,
@@ -175,7 +176,7 @@ class SchedulerConnector:
         )
         geometry = Geometry.of(contract, offer.replicas)
         context = Context(
-            settings, facts, self._client, self._groups, geometry, self._policy, self.counters
+            settings, facts, self._client, self.groups, geometry, self._policy, self.counters
         )
         self._loads = Loads(context)
         self._worker = None if facts.stepped else worker
@@ -183,7 +184,9 @@ class SchedulerConnector:
         # A step that may be the last one stores what it fills: no step may follow a request's end.
         run_tokens = 0 if self._steps_finish else DECODE_RUN_TOKENS
         self._requests = Requests(context, self._loads, run_tokens)
-        self._stores = Stores(context, self._block_refs)
+        self.feed = BlockFeed(self._client) if facts.publishes else None
+        """Where the daemon has blocks, to be published; None if nobody asks."""
+        self._stores = Stores(context, self._block_refs, self.feed)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -396,6 +399,8 @@ class SchedulerConnector:
         if self._closed:
             return
         self._closed = True
+        if self.feed is not None:
+            self.feed.close(CLOSE_S)
         self._stores.close(CLOSE_S)
         self._requests.close(CLOSE_S)
         self._loads.close()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvhearth.connectors.core.block_feed import BlockFeed, BlockTokens
 from kvhearth.connectors.core.engine import (
     NULL_PAGE,
     UNBOUNDED_TOKENS,
@@ -279,6 +280,7 @@ class Progress:
         due_tokens: token count before which no further block becomes full.
         present: by group, blocks that the daemon had when it was asked.
         tokens_max: bound on stored tokens.
+        token_ids: as in ``RequestOptions``.
     """
 
     hashes: Sequence[bytes]
@@ -287,6 +289,7 @@ class Progress:
     due_tokens: int = 0
     present: dict[int, Bools] = field(default_factory=dict)
     tokens_max: int = UNBOUNDED_TOKENS
+    token_ids: Sequence[int] | None = None
 
 
 class _Run(NamedTuple):
@@ -312,9 +315,13 @@ class Stores:
     Args:
         context: the engine's shared objects.
         block_refs: references to the engine's pages.
+        feed: hears what stored blocks hold; None if nobody asks.
     """
 
-    def __init__(self, context: Context, block_refs: BlockRefs) -> None:
+    def __init__(
+        self, context: Context, block_refs: BlockRefs, feed: BlockFeed | None = None
+    ) -> None:
+        self._feed = feed
         self._client = context.client
         self._clock = context.client.clock
         self._groups = context.groups
@@ -487,9 +494,22 @@ class Stores:
                 part.chains.append((len(part.keys), run.parent))
                 part.keys += run.keys[:taken]
                 part.pages += run.pages[:taken]
+                if self._feed is not None:
+                    self._describe(self._feed, run, taken)
         if store is not None:
             part.granted.append(slots)
             self._block_refs.hold(store.number, part.pages[before:])
+
+    def _describe(self, feed: BlockFeed, run: _Run, count: int) -> None:
+        """Tell what a run's blocks hold, unless an adapter has a part in it."""
+        progress, size = run.progress, self._groups.specs[run.group].block_tokens
+        for block, key in zip(run.blocks[:count], run.keys[:count], strict=True):
+            holds = None
+            if not progress.key_salt:
+                before = self._groups.key(run.group, progress.hashes, block - 1) if block else b""
+                tokens = (progress.token_ids or ())[block * size : (block + 1) * size]
+                holds = BlockTokens(before, tuple(tokens))
+            feed.describe(run.group, key, holds)
 
     def _store_for(self, slots: Slots) -> OpenStore:
         """Return the planned store if more slots fit into it; otherwise plan another one."""

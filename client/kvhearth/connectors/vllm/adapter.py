@@ -210,9 +210,14 @@ class VllmPages:
 
 
 class RequestReader:
-    """Reads the demands of vLLM's requests."""
+    """Reads the demands of vLLM's requests.
 
-    def __init__(self) -> None:
+    Args:
+        publishes: whether the engine publishes which blocks are where, with their tokens.
+    """
+
+    def __init__(self, *, publishes: bool = False) -> None:
+        self._publishes = publishes
         self._adapters = Adapters()
         self._warnings = Warnings()
 
@@ -225,6 +230,16 @@ class RequestReader:
             load_tokens_max=self._tokens(params, "max_load_tokens", UNBOUNDED_TOKENS),
             store_tokens_max=self._tokens(params, "max_offload_tokens", UNBOUNDED_TOKENS),
             find_key_salt=None if lora is None else lambda: self._adapters.digest(lora),
+            token_ids=request.all_token_ids if self._tells_tokens(request) else None,
+        )
+
+    def _tells_tokens(self, request: Any) -> bool:
+        """Whether a request's tokens are published: they are all that its block hashes cover."""
+        return self._publishes and not (
+            request.lora_request
+            or request.mm_features
+            or request.cache_salt
+            or request.prompt_embeds is not None
         )
 
     def _tokens(self, params: Mapping[str, Any], name: str, absent: int) -> int:
@@ -328,15 +343,22 @@ def make_scheduler(
         str(transfer.engine_id),
         hash_tokens,
         int(vllm_config.scheduler_config.max_num_batched_tokens),
-        RequestReader().options_of,
+        RequestReader(publishes=publishes(vllm_config)).options_of,
         stores=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
         drops_block=speculative is not None and speculative.use_eagle_block_drop(),
         live_weights=weights_change(vllm_config, settings.on_reset),
         stepped=stepped,
+        publishes=publishes(vllm_config),
         run=Run(process_group_of(vllm_config), model_name_of(vllm_config)),
     )
     return SchedulerConnector(settings, facts, offer, VllmPages(block_pool), worker)
+
+
+def publishes(vllm_config: Any) -> bool:
+    """Whether vLLM publishes which blocks are where (``--kv-events-config``)."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
 
 
 def _cannot_continue(vllm_config: Any) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
+from collections.abc import Iterable
 from logging import ERROR
 from typing import Any
 from weakref import WeakValueDictionary
 
 import vllm.envs
 from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -42,6 +44,7 @@ from kvhearth.connectors.vllm.adapter import (
     step_of,
     table_of,
 )
+from kvhearth.connectors.vllm.events import clears_all, kv_events, must_step
 from kvhearth.connectors.vllm.identity import run_of
 from kvhearth.counters import LOGGER, log_event
 
@@ -305,6 +308,8 @@ class SchedulerRole(KVHearthConnector):
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         """Return the workers' jobs of this step."""
         if self._scheduler is not None:
+            if self._scheduler.feed is not None and clears_all(self._block_pool):
+                self._scheduler.feed.tell_again()
             return self._scheduler.plan_step(step_of(scheduler_output, self._kv_cache_manager))
         if self._handshake_steps:
             self._handshake_steps -= 1
@@ -345,6 +350,13 @@ class SchedulerRole(KVHearthConnector):
         """
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @guarded(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return where blocks are in the daemon, and no more, since the last call."""
+        if self._scheduler is None or self._scheduler.feed is None:
+            return ()
+        return kv_events(self._scheduler.feed.take(), self._scheduler.groups)
+
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine must step, so that stores or the workers' handshakes are
@@ -352,7 +364,8 @@ class SchedulerRole(KVHearthConnector):
         """
         if self._scheduler is None:
             return self._handshake_steps > 0
-        return self._scheduler.has_work
+        feed = self._scheduler.feed
+        return self._scheduler.has_work or (feed is not None and must_step(feed))
 
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:

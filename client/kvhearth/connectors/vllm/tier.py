@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -31,7 +32,9 @@ from vllm.version import __version__
 
 import kvhearth
 from kvhearth.cache import Cache
+from kvhearth.connectors.core.block_feed import BlockFeed
 from kvhearth.connectors.core.settings import CacheSettings, one_of, parse_settings
+from kvhearth.connectors.vllm.events import OWNERSHIP, must_step
 from kvhearth.connectors.vllm.identity import tier_contract
 from kvhearth.counters import log_event
 from kvhearth.fail_open import parse_arguments
@@ -103,6 +106,8 @@ class KVHearthTier(SecondaryTierManager):
         )
         self._cache = kvhearth.open(self._settings.url, self._contract)
         self._lookup_manager = _Lookups(self._cache, tier_type)
+        publishes = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._feed = BlockFeed(self._cache.client) if publishes else None
         self._jobs: dict[int, tuple[TransferJob, list[Transfer[Any] | None]]] = {}
         # The last key of each live request that was stored or loaded: parent of its next one.
         self._requests: dict[str, bytes | None] = {}
@@ -213,6 +218,24 @@ class KVHearthTier(SecondaryTierManager):
             return
         self._outdated.update(self._requests)
 
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Yield which chunks the daemon has since the last call, and which it has no more."""
+        if self._feed is None:
+            return
+        changes = self._feed.take()
+        for removed in (True, False):
+            keys = [
+                OffloadKey(each.key)
+                for each in changes
+                if bool(each.before) == removed != bool(each.now)
+            ]
+            if keys:
+                yield OffloadingEvent(keys, self.medium, removed, ownership=OWNERSHIP)
+
+    def has_pending_work(self) -> bool:
+        """Whether a step has something to publish."""
+        return self._feed is not None and must_step(self._feed)
+
     def shutdown(self) -> None:
         """End all jobs and leave the daemon.
 
@@ -220,6 +243,8 @@ class KVHearthTier(SecondaryTierManager):
             TimeoutError: a copy still runs; vLLM must keep the primary tier's memory.
         """
         self._lookup_manager.shutdown()
+        if self._feed is not None:
+            self._feed.close(DRAIN_S)
         if not self._cache.close():
             raise TimeoutError("KVHearth's copies from and to the primary tier have not ended")
         # vLLM unmaps the primary tier next, which fails while anything views it.
