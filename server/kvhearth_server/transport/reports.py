@@ -15,10 +15,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from kvhearth.contract import KEY_BYTES_MAX, KEY_BYTES_MIN, Contract, namespace_digest
-from kvhearth.errors import Reason
+from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import Tier
 from kvhearth.version import PROTOCOL_VERSION, __version__
+from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.namespaces import Namespace as CoreNamespace
+from kvhearth_server.core.scores import score
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
@@ -312,6 +314,59 @@ async def leases(engine: Engine) -> Leases:
         )
         found.append(holder)
     return Leases(engine.boot_id, sorted(found, key=lambda holder: -holder.oldest_s))
+
+
+@dataclass(frozen=True)
+class TierScore:
+    """The longest prefix that a tier and all faster ones could restore."""
+
+    blocks: Annotated[int, Field(description="Blocks of the first of the groups.")]
+    tokens: int
+    ms: Annotated[
+        float, Field(description="Estimated milliseconds until all of it could be in memory.")
+    ]
+
+
+@dataclass(frozen=True)
+class Scores(Report):
+    """How much of a prompt could be restored."""
+
+    dram: TierScore
+    ssd: Annotated[TierScore, Field(description="From memory and SSD.")]
+    remote: Annotated[
+        TierScore, Field(description="From memory, SSD and what is known to be at remotes.")
+    ]
+
+
+def prefix_scores(engine: Engine, namespace: str, keys: dict[int, list[str]]) -> Scores:
+    """Score the keys of a prompt, by KV group.
+
+    Raises:
+        KVHearthError: ``unknown_namespace``, ``bad_group``, ``bad_keys``, ``too_many_keys``.
+    """
+    state, tiering = engine.core.state, engine.tiering
+    space = engine.core.named(bytes.fromhex(namespace))
+    state.check_count(sum(map(len, keys.values())))
+    size = space.contract.hash_bytes
+    items = [KeysItem(kv_group, _keys_of(texts, size)) for kv_group, texts in keys.items()]
+    found = dict[str, TierScore]()
+    for tier, tokens, promotions in score(state, space, items):
+        eta_us = 0
+        if tiering is not None and promotions:
+            eta_us = tiering.eta_us(promotions, remote=tier is Tier.REMOTE)
+        blocks = tokens // space.contract.groups[items[0].kv_group].block_tokens
+        found[tier.name.lower()] = TierScore(blocks, tokens, eta_us / 1000)
+    return Scores(engine.boot_id, **found)
+
+
+def _keys_of(texts: list[str], size: int) -> list[bytes]:
+    try:
+        keys = [bytes.fromhex(text) for text in texts]
+    except ValueError:
+        raise KVHearthError(Reason.BAD_KEYS, "a key is not hex digits") from None
+    good = all(len(key) == size for key in keys)
+    require(good, Reason.BAD_KEYS, f"a key of this namespace has {size} bytes")
+    return keys
 
 
 def key_places(engine: Engine, key: bytes) -> KeyPlaces:

@@ -18,7 +18,6 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvhearth.contract import CONTRACT_JSON_BYTES_MAX
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
 from kvhearth_server.config.value_types import is_loopback
@@ -43,7 +42,8 @@ from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, refusa
 from kvhearth_server.transport.web.server import LOCAL
 
 _JSON = {"content-type": "application/json"}
-BODY_BYTES_MAX = 2 * CONTRACT_JSON_BYTES_MAX
+BODY_BYTES_MAX = 1 << 20
+"""Enough for 8192 keys of 32 bytes, and for any contract."""
 BODY_S = 10.0
 
 
@@ -199,6 +199,15 @@ class ExplainRequest(BaseModel, extra="forbid"):
     tenant: str = Field("", description="Default: the first one.")
 
 
+class ScoreRequest(BaseModel, extra="forbid"):
+    """The keys of a prompt's blocks."""
+
+    namespace: str = Field(description="Its digest, 64 hex digits.", pattern="^[0-9a-f]{64}$")
+    keys: list[str] | dict[int, list[str]] = Field(
+        description="Keys as hex digits, root first: those of group 0, or of each group."
+    )
+
+
 class BumpRequest(BaseModel, extra="forbid"):
     """The weights epoch that is expected, and the name of the new weights."""
 
@@ -278,6 +287,12 @@ def state_routes(
     async def key(key: Key) -> reports.KeyPlaces:
         """Where a key is, and whether it would be served."""
         return reports.key_places(engine, bytes.fromhex(key))
+
+    @lists.post("/prefixes:score", responses=problem_responses(400, 404))
+    async def score(request: ScoreRequest) -> reports.Scores:
+        """How much of a prompt each tier could restore, for routers. It counts as no use."""
+        keys = request.keys if isinstance(request.keys, dict) else {0: request.keys}
+        return reports.prefix_scores(engine, request.namespace, keys)
 
     @lists.post("/contracts:explain")
     async def explain(request: ExplainRequest) -> reports.ContractPlace:
