@@ -10,7 +10,9 @@ from support.daemon import Daemon, running_daemon, until
 from support.remote_raw import gateway
 from support.scripted_engine import BLOCK_TOKENS, ScriptedEngine, scripted_engine
 
+from kvhearth.connectors.core import scheduler
 from kvhearth.contract import GroupKind, GroupSpec
+from kvhearth.counters import Warnings
 
 PAGE_BYTES = 64
 GROUPS = (
@@ -74,7 +76,7 @@ def test_any_bound_of_keys_is_enough(shared_index: bool, far: bool) -> None:
             prefill(engine, "a", tokens, 400)
             load(engine, "b", tokens, 62)
             client = engine.half._client
-            keys = engine.half._groups.keys(engine.add("c", "long", tokens).block_hashes)
+            keys = engine.half.groups.keys(engine.add("c", "long", tokens).block_hashes)
             assert all(flags.all() for flags in client.pin(keys, 60.0).pinned.values())
             found = client.prefetch(keys)
             assert all(each.present.all() for each in found.groups.values())
@@ -96,7 +98,10 @@ def test_32_ranks_whose_extents_fill_a_message() -> None:
         daemon.wait_quiet()
 
 
-def test_what_bounds_leave_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_bounds_leave_out_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_warnings", Warnings())  # others may have warned just before
     tokens, settings = 2400, {"held_fraction_max": 0.2, "stock_fraction_max": 0.1}
     with running_daemon(arena=False, shared_index=False, keys_max=7, **settings) as daemon:
         with scripted_engine(daemon.url(), engine_id="all", held_percent=90) as engine:
