@@ -286,6 +286,20 @@ def test_a_bound_on_loads(daemon: Daemon) -> None:
         assert engine.run("f", "bounded", 160) == 0
 
 
+def test_blocks_are_kept_until_their_session_goes_on(daemon: Daemon) -> None:
+    before = daemon.counters().get("retained_ended{released}", 0)
+    with scripted_engine(daemon.url(), engine_id="agent") as engine:
+        engine.run("a", "agent", 160, retain_s=600.0, session_id="s")
+        until(lambda: daemon.stats().retained_blocks == 10, "they are kept")
+        assert engine.run("b", "agent", 160)
+        until(lambda: daemon.counters()["retained_hit_blocks"], "a lookup of them is posted")
+        engine.run("c", "agent", 160, session_id="s")
+        until(lambda: not daemon.stats().retained_blocks, "they are kept no more")
+        assert daemon.counters()["retained_ended{released}"] == before + 10
+        engine.run("d", "agent", 160, retain_s=1e7)
+        until(lambda: daemon.counters().get("refusals{bad_ttl}"), "months are refused")
+
+
 def test_a_bound_on_stores(daemon: Daemon) -> None:
     with scripted_engine(daemon.url(), engine_id="kept") as engine:
         engine.run("a", "unstored", 160, store_tokens_max=0)

@@ -23,7 +23,7 @@ from support.tower import CONTRACT, Tower, ended
 
 from kvhearth.cache import Cache, LoadResult
 from kvhearth.client import KVClient
-from kvhearth.connectors.core.engine import CostLine
+from kvhearth.connectors.core.engine import CostLine, RequestOptions
 from kvhearth.connectors.core.lookup_queue import Lookup
 from kvhearth.connectors.core.requests import IDLE_SPIN_S, RequestState
 from kvhearth.connectors.core.scheduler import SchedulerConnector
@@ -328,6 +328,16 @@ def test_what_a_request_is_offered(
         assert [asked.prefetch for asked in blocks.asked] == prefetches
     if present is not None:
         assert state_of(made).progress.present[0].tolist() == present
+
+
+def test_a_prefetch_is_wanted_whatever_it_costs(rig: Rig) -> None:
+    tower = Tower(rig.daemon, dram=1, eta_us=2_000_000)
+    half = rig.half(load=FAST, promotion=SLOW, prefill=1e-3)
+    options = RequestOptions(prefetch=True)
+    request = ScriptedRequest("a", TOKENS, hashes_of("a", TOKENS), options=options)
+    half.new_request(request)
+    assert rig.answer(half, request) == TOKENS
+    assert all(asked.prefetch for asked in tower.asked)
 
 
 def test_promotion_is_waited_for_and_counted_by_its_source(rig: Rig) -> None:

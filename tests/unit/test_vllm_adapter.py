@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from kvhearth.connectors.core.settings import parse_settings
 from kvhearth.connectors.core.step_metadata import Handshake
 from kvhearth.connectors.vllm.adapter import (
     HANDOVER,
+    PREFETCH,
+    RETAIN,
     RequestReader,
     VllmPages,
     VllmSettings,
@@ -96,6 +99,8 @@ def request(**over: Any) -> Any:
         "mm_features": [],
         "cache_salt": None,
         "prompt_embeds": None,
+        "session_id": None,
+        "kv_hints": None,
     }
     return SimpleNamespace(**{**values, **over})
 
@@ -126,6 +131,28 @@ def test_tokens_are_told_if_hashes_cover_nothing_else() -> None:
     assert reader.options_of(request()).token_ids == [1, 2]
     for more in ({"mm_features": [1]}, {"cache_salt": "s"}, {"prompt_embeds": b""}):
         assert reader.options_of(request(**more)).token_ids is None
+
+
+def test_hints_of_agents() -> None:
+    reader = RequestReader()
+    asked = request(kv_transfer_params={RETAIN: 600, PREFETCH: True}, session_id="s")
+    hinted = RequestOptions(retain_s=600.0, prefetch=True, session_id="s")
+    assert reader.options_of(asked) == hinted
+    actions = [
+        SimpleNamespace(action_type="pin", payload={"ttl_s": 2.5}),
+        SimpleNamespace(action_type="prefetch", payload={}),
+        SimpleNamespace(action_type="demote", payload={}),
+        SimpleNamespace(action_type="retain", payload={}),
+    ]
+    found = reader.options_of(request(kv_hints=SimpleNamespace(actions=actions)))
+    assert found == RequestOptions(retain_s=2.5, prefetch=True, bad_hints=2)
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, math.nan, math.inf, 1e300, True, "600", None, [1]])
+def test_a_hint_that_is_none_is_ignored_and_counted(wrong: Any) -> None:
+    reader = RequestReader()
+    asked = request(kv_transfer_params={RETAIN: wrong, PREFETCH: "yes"})
+    assert reader.options_of(asked) == RequestOptions(bad_hints=2)
 
 
 def test_demands_of_requests(tmp_path: Path) -> None:

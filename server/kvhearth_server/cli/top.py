@@ -152,6 +152,8 @@ def _drawn(view: View, before: View | None, rows: int) -> RenderableType:
         f"up {duration(found.uptime_s)}  boot {short(found.boot_id)}  blocks {found.blocks}  "
         f"processes {found.sessions}  leases {found.leases}"
     )
+    if found.retained_blocks:
+        up += f"  retained {found.retained_blocks}"
     tiers = _tiers(found)
     events = _events(found.recent[-_EVENT_ROWS:])
     room = rows - _HEAD_ROWS - tiers.row_count - events.row_count

@@ -229,6 +229,7 @@ class PrefixFastPath:
         self._mark_used(rows)
         tokens = count * spec.block_tokens
         self._count(count, count if lease_id or released else 0, spec.page_bytes, tokens)
+        state.count_retained_hits(rows)
         namespace.traffic.hit_keys += count
         count_tokens(group, namespace, tokens, tokens)
         if not lease_id:
@@ -368,6 +369,7 @@ class Reading:
         needs = [blocks_needed(one.spec, hit) for one in seen]
         for one in seen:
             self._mark_used(one.heads[one.present])
+            state.count_retained_hits(one.heads[one.ready])
         withdrawn = lease_id in group.released_early or (joins and lease_id not in group.leases)
         groups = [
             self._presence(one, need if lease_id and not withdrawn else _NONE)

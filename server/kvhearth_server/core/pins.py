@@ -23,6 +23,7 @@ class Pin:
     segment: int
     slots: U32
     generations: U32
+    blocks: int
     expires_at: float
 
 
@@ -43,6 +44,8 @@ class Pinning:
         self._of_segment: Counter[int] = Counter()
         self._listed: Counter[int] = Counter()
         """Slots that a segment's pins name."""
+        self.blocks = 0
+        """Blocks that all pins name, one once for each."""
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -95,7 +98,9 @@ class Pinning:
         hold(state, group.segment, slots, pin=True)
         generations = table.generation[slots].copy()
         kept = slots.astype(np.uint32)
-        self._add(name, Pin(group.segment, kept, generations, now + ttl_s))
+        blocks = sum(int(np.count_nonzero(good)) for good in flags)
+        state.count("retained", blocks)
+        self._add(name, Pin(group.segment, kept, generations, blocks, now + ttl_s))
         return flags
 
     def _check_lists(self, segment: int, more: int) -> None:
@@ -114,7 +119,7 @@ class Pinning:
             KVHearthError: ``group_gone``; ``unknown_pin`` naming the ids.
         """
         group = self._state.group_of(session)
-        unknown = [i for i in pin_ids if not self._end((group.namespace, i))]
+        unknown = [i for i in pin_ids if not self._end((group.namespace, i), "released")]
         if unknown:
             text = ", ".join(map(str, unknown[:8]))
             raise KVHearthError(Reason.UNKNOWN_PIN, f"this namespace has no pin {text}")
@@ -126,7 +131,7 @@ class Pinning:
             expires_at, name = heapq.heappop(self._due)
             pin = self._pins.get(name)
             if pin is not None and pin.expires_at == expires_at:
-                ended += self._end(name)
+                ended += self._end(name, "expired")
         return ended
 
     def held(self, segment: int) -> list[I64]:
@@ -171,11 +176,14 @@ class Pinning:
             del self._of_namespace[name[0]]
         self._of_segment[pin.segment] += sign
         self._listed[pin.segment] += sign * len(pin.slots)
+        self.blocks += sign * pin.blocks
+        self._state.pins += sign
 
-    def _end(self, name: _Name) -> bool:
+    def _end(self, name: _Name, how: str) -> bool:
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
         self._count(name, pin, -1)
+        self._state.count("retained_ended", pin.blocks, how)
         unhold(self._state, pin.segment, self._own(pin), pin=True)
         return True

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from kvhearth.contract import Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32
@@ -114,6 +116,8 @@ class CoreState:
         self.counts: dict[tuple[str, str], int] = {}
         self.evicted_at: list[U32] = []
         self.evictions: dict[tuple[int, str], int] = {}
+        self.pins = 0
+        """Number of pins."""
         self.clock = 0
         self.sequence = 0
         self.release_epoch = 0
@@ -161,6 +165,11 @@ class CoreState:
         if amount:
             place = (name, label)
             self.counts[place] = self.counts.get(place, 0) + amount
+
+    def count_retained_hits(self, heads: Pick) -> None:
+        """Count the blocks of a hit that a pin has kept."""
+        if self.pins:
+            self.count("retained_hit_blocks", int(np.count_nonzero(self.table.pins[heads])))
 
     def count_all(self, amounts: dict[tuple[str, str], int]) -> None:
         """Add to several counters, by name and label; no amount is zero."""

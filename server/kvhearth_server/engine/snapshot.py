@@ -94,6 +94,7 @@ class Stats:
     leases: int
     oldest_lease_s: float
     pins: int
+    retained_blocks: Annotated[int, Field(description="Blocks that pins keep from eviction.")]
     sessions: int
     sessions_leaving: int
     groups: int
@@ -162,6 +163,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         leases=sum(len(group.leases) for group in groups),
         oldest_lease_s=_oldest_lease_s(groups, now),
         pins=len(engine.core.pinning),
+        retained_blocks=engine.core.pinning.blocks,
         sessions=attached,
         sessions_leaving=len(engine.sessions) - attached,
         groups=len(groups),

@@ -45,6 +45,10 @@ COUNTERS = {
     "store_failed": "Blocks whose copy or commit failed.",
     "store_duplicates": "Blocks that the daemon had already.",
     "store_skipped": "Full blocks that were never stored: no empty slot, or too many blocks held.",
+    "retained_blocks": "Blocks kept for a while after their request's end, as it asked.",
+    "retain_refused": "Blocks not kept although asked for: not stored, or refused by the daemon.",
+    "retain_resumed": "Sessions that went on while their blocks were kept.",
+    "hints_refused": "Hints of requests that are ignored: unknown, or not valid.",
     "troubles": "Calls of the connector that failed and did without the cache.",
 }
 GAUGES = {
@@ -168,6 +172,10 @@ class RequestOptions:
             weights; None if they cover all. Runs on a thread of its own and may read files. It
             returns None if there is no digest: then nothing is loaded or stored.
         token_ids: its tokens, which grow as it runs, if they are all that its hashes cover.
+        prefetch: its blocks are wanted in memory, whatever that costs.
+        retain_s: seconds for which its blocks are wanted after its end.
+        session_id: name of the dialogue that it belongs to; "" if it has none.
+        bad_hints: number of hints that nobody understands.
     """
 
     skips: bool = False
@@ -176,6 +184,10 @@ class RequestOptions:
     store_tokens_max: int = UNBOUNDED_TOKENS
     find_key_salt: Callable[[], bytes | None] | None = None
     token_ids: Sequence[int] | None = None
+    prefetch: bool = False
+    retain_s: float = 0.0
+    session_id: str = ""
+    bad_hints: int = 0
 
 
 @dataclass(frozen=True)

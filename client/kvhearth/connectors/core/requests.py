@@ -49,7 +49,8 @@ class PromotionTracker:
             return False
         if state.judged is not result:
             state.judged = result
-            state.worth = self._worth(result, limit_tokens, computed_tokens)
+            worth = self._worth(result, limit_tokens, computed_tokens)
+            state.worth = worth or state.options.prefetch
         if not state.worth or not (lookup.prefetch or self._lookups.promotion(lookup)):
             return False
         if not state.waited:
@@ -305,6 +306,7 @@ class Requests:
         if state is not None:
             return state
         options = self._options_of(request)
+        self._counters.add("hints_refused", options.bad_hints)
         progress = Progress(request.block_hashes, [0] * self._groups.count)
         if options.find_key_salt is not None:
             progress.key_salt = None
@@ -331,8 +333,9 @@ class Requests:
             state.declined = True
             return
         hashes = list(state.request.block_hashes[: tokens // self._hash_tokens])
-        prefetch = self._consumes(state) and self._policy.prefetches(tokens)
         options = state.options
+        wanted = options.prefetch or self._policy.prefetches(tokens)
+        prefetch = self._consumes(state) and wanted
         state.lookup = self._lookups.ask(hashes, options.find_key_salt, prefetch=prefetch)
         state.declined = state.lookup is None
         if state.lookup is not None:

@@ -27,8 +27,9 @@ from kvhearth.connectors.core.engine import (
     Request,
     Step,
 )
-from kvhearth.connectors.core.load_tracker import Loads
+from kvhearth.connectors.core.load_tracker import Loads, RequestState
 from kvhearth.connectors.core.requests import DECODE_RUN_TOKENS, Requests
+from kvhearth.connectors.core.retainer import Retainer
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import (
     STEP_TOKENS_MIN,
@@ -187,12 +188,16 @@ class SchedulerConnector:
         self.feed = BlockFeed(self._client) if facts.publishes else None
         """Where the daemon has blocks, to be published; None if nobody asks."""
         self._stores = Stores(context, self._block_refs, self.feed)
+        self._retainer: Retainer | None = None
 
     # -- requests ----------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
         """Handle the arrival of a request."""
         self._requests.new(request)
+        state = self._requests.find(request.request_id)
+        if self._retainer is not None and state is not None and state.options.session_id:
+            self._retainer.resume(state.options.session_id)
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         return self._requests.matched(request, computed_tokens)
@@ -263,7 +268,24 @@ class SchedulerConnector:
                 held_percent=self._settings.held_percent,
                 slots=self._stores.short_reasons,
             )
+        if state.options.retain_s:
+            self._retain(state, tokens)
         return min(tokens, state.progress.tokens_max)
+
+    def _retain(self, state: RequestState, tokens: int) -> None:
+        """Keep the blocks of a request that has ended, as it asked."""
+        if self._retainer is None:
+            self._retainer = Retainer(self._client, self.counters, self._stores.storing)
+        progress, options = state.progress, state.options
+        if progress.key_salt is None:
+            return
+        keys = self.groups.keys(progress.hashes, progress.key_salt)
+        full = {
+            group: named[: self.groups.full_blocks(group, progress.hashes, tokens)]
+            for group, named in keys.items()
+        }
+        name = options.session_id or state.request.request_id
+        self._retainer.retain(name, full, options.retain_s)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -399,8 +421,9 @@ class SchedulerConnector:
         if self._closed:
             return
         self._closed = True
-        if self.feed is not None:
-            self.feed.close(CLOSE_S)
+        for thread in (self.feed, self._retainer):
+            if thread is not None:
+                thread.close(CLOSE_S)
         self._stores.close(CLOSE_S)
         self._requests.close(CLOSE_S)
         self._loads.close()

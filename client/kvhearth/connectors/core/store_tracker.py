@@ -536,6 +536,11 @@ class Stores:
         self._open[store.number] = store
         self._due.append(StoreJob(store.number, boot_id, moves))
 
+    def storing(self, keys: Mapping[int, Sequence[bytes]]) -> bool:
+        """Whether some of these blocks are being stored."""
+        under_way = self._committer.under_way
+        return any(not under_way[group].isdisjoint(named) for group, named in keys.items())
+
     def left_blocks(self, progress: Progress, tokens: int) -> int:
         """Count the blocks of a request that were not stored, for want of slots or of blocks to
         hold.

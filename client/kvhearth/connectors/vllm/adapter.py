@@ -163,6 +163,9 @@ def _bad(problem: str) -> KVHearthError:
 
 
 _TOKENS_MAX = (1 << 31) - 1
+_SECONDS_MAX = 1e9
+RETAIN, PREFETCH = "kvhearth_retain_s", "kvhearth_prefetch"
+"""Names in ``kv_transfer_params`` of the hints of agents."""
 HANDOVER = "kvhearth_tokens"
 """Name in ``kv_transfer_params`` of the number of tokens that another engine has prefilled."""
 
@@ -231,7 +234,41 @@ class RequestReader:
             store_tokens_max=self._tokens(params, "max_offload_tokens", UNBOUNDED_TOKENS),
             find_key_salt=None if lora is None else lambda: self._adapters.digest(lora),
             token_ids=request.all_token_ids if self._tells_tokens(request) else None,
+            session_id=str(request.session_id or ""),
+            **self._hints(request, params),
         )
+
+    def _hints(self, request: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a request says about its KV: of its own parameters, and of an orchestrator's
+        actions.
+        """
+        asked: list[tuple[str, Any]] = []
+        if RETAIN in params:
+            asked.append(("retain", params[RETAIN]))
+        if PREFETCH in params:
+            asked.append(("prefetch", params[PREFETCH]))
+        for action in request.kv_hints.actions if request.kv_hints else ():
+            payload = action.payload
+            given = payload.get("ttl_s") if isinstance(payload, Mapping) else None
+            kind = "retain" if action.action_type in ("retain", "pin") else action.action_type
+            asked.append((kind, True if kind == "prefetch" else given))
+        found: dict[str, Any] = {"bad_hints": 0}
+        for kind, value in asked:
+            if kind == "prefetch" and type(value) is bool:
+                found["prefetch"] = value
+            elif kind == "retain" and type(value) in (int, float) and 0 < value < _SECONDS_MAX:
+                found["retain_s"] = float(value)
+            else:
+                found["bad_hints"] += 1
+                self._warnings.warn(
+                    "request.bad_hint",
+                    "a hint is ignored: kvhearth_retain_s is a number of seconds, "
+                    "kvhearth_prefetch true or false; an orchestrator's actions are retain and pin "
+                    "(with ttl_s) and prefetch",
+                    kind=kind,
+                    hint=kind,
+                )
+        return found
 
     def _tells_tokens(self, request: Any) -> bool:
         """Whether a request's tokens are published: they are all that its block hashes cover."""

@@ -92,6 +92,28 @@ SERVICE: tuple[Metric, ...] = (
         "What eviction may not take.",
     ),
     DAEMON.field(
+        "kvhearth_retained_blocks",
+        "Blocks that pins keep from eviction, as requests ask to have theirs kept for a while.",
+        "KV that waits for its next turn.",
+    ),
+    counter(
+        "kvhearth_retained_total",
+        "Blocks that pins began to keep.",
+        "How much agents ask for; what they did not get is in refusals_total.",
+    ),
+    counter(
+        "kvhearth_retained_ended_total",
+        "Blocks whose pin ended, by how: released, as its session went on, or expired.",
+        "Expired ones were kept for nothing: shorter times, or agents that never came back.",
+        "how",
+        {"expired", "released"},
+    ),
+    counter(
+        "kvhearth_retained_hit_blocks_total",
+        "Blocks of hits in memory that a pin kept.",
+        "What keeping them was good for.",
+    ),
+    DAEMON.field(
         "kvhearth_sessions",
         "Attached processes.",
         "Engines' processes that are missing.",
