@@ -12,6 +12,7 @@ from support.scripted_clock import ScriptedClock, scripted_clock
 from kvhearth.client import KVClient
 from kvhearth.connectors.core.block_feed import (
     AWAY_S,
+    TAKEN_MAX,
     BlockChange,
     BlockFeed,
     BlockTokens,
@@ -133,6 +134,16 @@ def test_those_who_forgot_all_are_told_again(rig: Rig) -> None:
     rig.client.answers = [events((B, NOWHERE))]
     rig.feed.tell_again()
     assert rig.read() == [BlockChange(0, A, NOWHERE, DRAM)]
+
+
+def test_a_step_publishes_only_so_many() -> None:
+    known = KnownBlocks()
+    keys = [number.to_bytes(32) for number in range(TAKEN_MAX + 1)]
+    known.apply(events(*((key, DRAM) for key in keys)))
+    assert [len(known.take()), known.changed, len(known.take()), known.changed] == [
+        *(TAKEN_MAX, True),
+        *(1, False),
+    ]
 
 
 def test_the_blocks_known_are_bounded() -> None:

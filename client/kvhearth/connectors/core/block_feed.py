@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 from kvhearth.client import KVClient
@@ -14,6 +15,8 @@ from kvhearth.worker_thread import SupervisedThread
 
 BLOCKS_MAX = 1 << 20
 """Most blocks that are known: each takes about 200 bytes. Further ones are left out."""
+TAKEN_MAX = 2048
+"""Most changes that a step publishes: some milliseconds of the engine's scheduler."""
 POLL_S = 0.25
 READS_MAX = 64
 """Most reads in a row."""
@@ -117,13 +120,15 @@ class KnownBlocks:
         self._changed = dict.fromkeys(self._tiers, Tier.NOWHERE)
 
     def take(self) -> list[BlockChange]:
-        """Return what has changed since the last call, in the order of the first changes."""
-        changed, self._changed = self._changed, {}
-        changes = [
-            BlockChange(*name, before, self._tiers.get(name, Tier.NOWHERE))
-            for name, before in changed.items()
-        ]
-        return [each for each in changes if each.before != each.now]
+        """Return what has changed since the last call, in the order of the first changes, or the
+        first ``TAKEN_MAX`` of it.
+        """
+        changes = []
+        for name in list(islice(self._changed, TAKEN_MAX)):
+            before, now = self._changed.pop(name), self._tiers.get(name, Tier.NOWHERE)
+            if before != now:
+                changes.append(BlockChange(*name, before, now))
+        return changes
 
 
 class BlockFeed:
