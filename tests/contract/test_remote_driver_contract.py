@@ -125,6 +125,9 @@ def redis_tls(folder: Path, days: int = 1) -> Server:
     return server
 
 
+with_server = pytest.mark.realtime("asks a server's own client, stops the server, or starts one")
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def remote(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     if request.param != "mooncake":
@@ -212,6 +215,7 @@ def ends(desk: MoverDesk, submit: Callable[[], object]) -> tuple[float, list[str
     return told, kinds(desk.final(ticket))
 
 
+@with_server
 def test_a_stopped_server_is_told_by_the_deadline(remote: Remote, desk: MoverDesk) -> None:
     faulty(remote)
     desk.put(range(4), OF)
@@ -230,6 +234,7 @@ def test_a_stopped_server_is_told_by_the_deadline(remote: Remote, desk: MoverDes
     assert (desk.slot(request.places[0, 0], 100) != 0xEE).any(), "loaded into the same slots"
 
 
+@with_server
 def test_a_killed_server_is_told_and_comes_back(remote: Remote, desk: MoverDesk) -> None:
     if remote.kind == "valkey-cluster":
         pytest.skip("a cluster whose nodes all lost their memory has to be made again")
@@ -257,6 +262,7 @@ WRONG = {
 }
 
 
+@with_server
 def test_a_wrong_secret_is_named(remote: Remote, tmp_path: Path) -> None:
     if remote.kind not in WRONG:
         pytest.skip("it has no secret")
@@ -267,6 +273,7 @@ def test_a_wrong_secret_is_named(remote: Remote, tmp_path: Path) -> None:
         assert kinds(other.get([0], OF)) == ["Failed denied"]
 
 
+@with_server
 def test_a_missing_bucket_is_named(remote: Remote) -> None:
     if remote.kind != "rclone":
         pytest.skip("it has no buckets, or makes one for a user who may")
@@ -307,6 +314,7 @@ def test_a_full_server_refuses_and_keeps_what_it_has(remote: Remote, desk: Mover
         resp(port, "CONFIG", "SET", "maxmemory", "0")
 
 
+@with_server
 def test_an_expired_certificate_is_refused(remote: Remote, tmp_path: Path) -> None:
     if remote.kind != "redis-tls":
         pytest.skip("it has no certificate")
@@ -315,6 +323,7 @@ def test_an_expired_certificate_is_refused(remote: Remote, tmp_path: Path) -> No
         assert kinds(refused.get([0], OF)) == ["Failed unreachable"]
 
 
+@with_server
 def test_a_foreign_certificate_is_refused(remote: Remote, tmp_path: Path) -> None:
     if remote.kind != "redis-tls":
         pytest.skip("it has no certificate")
