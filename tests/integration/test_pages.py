@@ -81,7 +81,9 @@ def check_pip(*words: str) -> None:
 
 
 def check_vllm(*words: str) -> None:
-    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    given = words[words.index("--kv-transfer-config") + 1]
+    file = re.fullmatch(r"\$\(cat (\S+)\)", given)
+    transfer = json.loads((ROOT / file[1]).read_text() if file else given)
     assert words[0] == "serve"
     assert transfer["kv_load_failure_policy"] == "recompute", "a lost block would end a request"
     extra = transfer.get("kv_connector_extra_config", {})
