@@ -23,6 +23,7 @@ from kvhearth_server.config.model import Settings
 from kvhearth_server.config.rlimit import HTTP_MAX
 from kvhearth_server.preflight import read_token
 from kvhearth_server.transport.web.page import VIEWERS_MAX
+from kvhearth_server.transport.web.routes import BODY_BYTES_MAX
 from kvhearth_server.transport.web.server import STUCK_S
 
 PAGE_BYTES_MAX = 80 << 10
@@ -272,12 +273,12 @@ def test_bad_bodies(daemon: Daemon) -> None:
 
 
 def test_a_body_has_a_bound(daemon: Daemon) -> None:
-    answer = ask(daemon, "/v1/admin:drain", "POST", b"x" * 140_000, admin=True)
-    assert "131072" in problem(answer, 413, "bad_message")
+    answer = ask(daemon, "/v1/admin:drain", "POST", b"x" * TOO_LONG, admin=True)
+    assert str(BODY_BYTES_MAX) in problem(answer, 413, "bad_message")
     with opened(daemon) as line:
         line.sendall(b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\n")
-        line.sendall(b"Transfer-Encoding: chunked\r\n\r\n" + b"4000\r\n" + b"x" * 0x4000 + b"\r\n")
-        for _ in range(8):
+        line.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(BODY_BYTES_MAX // 0x4000 + 1):
             line.sendall(b"4000\r\n" + b"x" * 0x4000 + b"\r\n")
         assert line.recv(4096).startswith(b"HTTP/1.1 413")
 
@@ -295,10 +296,11 @@ def test_no_http(daemon: Daemon) -> None:
         assert line.recv(4096).startswith(b"HTTP/1.1 400")
 
 
+TOO_LONG = BODY_BYTES_MAX + 1
 HEADS = (
     b"Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n\r\n",
     b"Host: elsewhere\r\n\r\n",
-    b"Host: localhost\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000),
+    b"Host: localhost\r\nContent-Length: %d\r\n\r\n" % TOO_LONG + bytes(TOO_LONG),
     b"Host: localhost\r\nContent-Length: x\r\n\r\n",
 )
 
