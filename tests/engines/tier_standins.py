@@ -65,7 +65,8 @@ class ExampleSecondaryTierManager(KVHearthTier):
     def __init__(
         self, offloading_spec: Any, *args: Any, custom_param: int = 0, **given: Any
     ) -> None:
-        spec = SimpleNamespace(config=CONFIG)
+        silent = SimpleNamespace(enable_kv_cache_events=False)
+        spec = SimpleNamespace(config=CONFIG, kv_events_config=silent)
         name = secrets.token_hex(8)
         super().__init__(spec, *args, url=URL, revision=name, on_reset="keep", **given)
         self.chunks = Chunks(self)
