@@ -208,7 +208,7 @@ $(FLOORS)/.ready: pyproject.toml $(SUPPLY)/.ready
 	rm -rf $(FLOORS)
 	$(SUPPLY)/bin/uv venv -q --python $(PYTHON) $(FLOORS)
 	$(COMPILE) --resolution lowest-direct --extra server pyproject.toml -o $(FLOORS)/floors.txt
-	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python -r $(FLOORS)/floors.txt hypothesis psutil pytest pytest-timeout
+	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python -r $(FLOORS)/floors.txt cryptography hypothesis psutil pytest pytest-timeout
 	$(SUPPLY)/bin/uv pip install -q --python $(FLOORS)/bin/python --no-deps -e . -e ./lab
 	touch $@
 

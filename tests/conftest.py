@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
+import numpy.testing  # noqa: F401 - the oldest numpy starts a process when it is imported
 import pytest
 import structlog
 from hypothesis import Phase, settings

@@ -36,7 +36,7 @@ for package in (kvhearth, kvhearth_server):
         except ModuleNotFoundError as error:
             # Engines' and extras' packages: the image has neither.
             if error.name not in (
-                *("torch", "triton", "vllm", "matplotlib"),
+                *("torch", "triton", "vllm", "sglang", "lmcache", "matplotlib"),
                 *("cryptography", "obstore", "glide_sync", "glide_shared", "mooncake"),
             ):
                 raise
