@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,7 +224,10 @@ def seaweed(folder: Path, host: str = "127.0.0.1") -> Server:
         *("-s3.port.iceberg=0", "-s3.port.lance=0"),
     ]
     url = f"s3://bucket/kv?endpoint=http://{host}:{ports['s3']}"
-    return Server(command, ports["s3"], folder, url, lambda: answers(ports["s3"], host))
+    filer = f"{host}:{ports['filer']}"
+    return Server(
+        command, ports["s3"], folder, url, lambda: answers(ports["s3"], host) and has_bucket(filer)
+    )
 
 
 def secret_file(folder: Path, *lines: str) -> str:
@@ -233,35 +238,16 @@ def secret_file(folder: Path, *lines: str) -> str:
     return f"secret_file={path}"
 
 
-def make_bucket(url: str, name: str) -> None:
-    """Make a bucket on a server that was just started, as soon as it can."""
-    boto = pytest.importorskip("obstore")  # buckets are made by a plain signed PUT
-    from urllib.parse import parse_qsl, urlsplit
-
-    endpoint = dict(parse_qsl(urlsplit(url).query))["endpoint"]
-    client = {"allow_http": True, "timeout": "5s"}
-    config = {"access_key_id": ACCESS[0], "secret_access_key": ACCESS[1], "region": "us-east-1"}
-    # The store of a bucket called "" would be the server: an object "name" in it is the bucket.
-    signer = boto.store.S3Store(name, endpoint=endpoint, client_options=client, **config)
-    end = time.monotonic() + HUNG_S
-    while True:
-        import urllib.error
-        import urllib.request
-        from datetime import timedelta
-
-        signed = boto.sign(signer, "PUT", "", timedelta(seconds=60))
-        request = urllib.request.Request(signed, method="PUT", data=b"")
-        try:
-            with urllib.request.urlopen(request, timeout=HUNG_S):
-                return
-        except urllib.error.HTTPError as error:
-            if error.code == 409:
-                return
-            problem = f"{error.code} {error.read()[:500]!r}"
-        except OSError as error:
-            problem = str(error)
-        assert time.monotonic() < end, problem
-        time.sleep(0.2)
+def has_bucket(filer: str) -> bool:
+    """Whether SeaweedFS' filer has the directory that is the bucket; it makes it first."""
+    request = urllib.request.Request(f"http://{filer}/buckets/bucket/", method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=HUNG_S):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code == 409
+    except OSError:  # it does not serve yet
+        return False
 
 
 # -- Mooncake --------------------------------------------------------------------------------------
