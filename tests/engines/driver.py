@@ -29,6 +29,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
 _PR_SET_PDEATHSIG = 1
@@ -47,6 +48,13 @@ def serve(door: int, log: int, environment: dict[str, str]) -> int:
     os.register_at_fork(after_in_child=_die_with_parent)
     asyncio.run(_serve(socket.socket(fileno=door)))
     return 0
+
+
+def _hints(actions: dict[str, dict[str, Any]] | None) -> KvHintsEnvelope | None:
+    if actions is None:
+        return None
+    each = [KvHintAction(f"of {kind}", kind, "1", payload) for kind, payload in actions.items()]
+    return KvHintsEnvelope("1", uuid.uuid4().hex, each)
 
 
 def _enter_network(name: str) -> None:
@@ -156,9 +164,12 @@ class Driver:
         salt: str | None = None,
         lora: str | None = None,
         transfer: dict[str, Any] | None = None,
+        actions: dict[str, dict[str, Any]] | None = None,
         sampling: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Run one greedy request of token ids, optionally aborted on its way."""
+        """Run one greedy request of token ids, optionally aborted on its way. ``actions`` are an
+        orchestrator's hints: by type their payload.
+        """
         await asyncio.sleep(delay_s)
         found: dict[str, Any] = {"tokens": [], "logprobs": [], "cached": 0, "finish": "abort"}
         name = uuid.uuid4().hex
@@ -172,8 +183,9 @@ class Driver:
             text: dict[str, Any] = {"prompt_token_ids": prompt}
             if salt is not None:
                 text["cache_salt"] = salt
+            sampled, hints = SamplingParams(**options), _hints(actions)
             async for output in self.engine.generate(
-                text, SamplingParams(**options), name, lora_request=self._lora(lora)
+                text, sampled, name, lora_request=self._lora(lora), kv_hints=hints
             ):
                 found.setdefault("ttft_s", time.monotonic() - started)
                 taken(found, output)

@@ -74,8 +74,10 @@ class Server(Logged):
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
 
-    def complete(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:
-        """Stream a greedy completion: ``ttft_s``, ``tokens``, ``text``, ``cached``."""
+    def complete(self, prompt: list[int], tokens: int = 12, **more: object) -> dict[str, Any]:
+        """Stream a greedy completion: ``ttft_s``, ``tokens``, ``text``, ``cached``. ``more`` is
+        sent, too.
+        """
         body = {
             "model": NAME,
             "prompt": prompt,
@@ -85,6 +87,7 @@ class Server(Logged):
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            **more,
         }
         found: dict[str, Any] = {"tokens": [], "text": ""}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)

@@ -18,6 +18,7 @@ from engines.kit import (
     warm,
     whole_blocks,
 )
+from engines.serving import running_server, served
 from support.daemon import running_daemon, until
 
 LENGTH = 1000
@@ -27,14 +28,17 @@ FLOOD = 24
 
 
 def test_a_retained_prompt_outlives_a_flood(logs: Path, reference: Reference) -> None:
-    kept, control = prompt("kept", LENGTH), prompt("control", LENGTH)
+    """By its own parameter, or by an orchestrator's actions, of which one is unknown."""
+    kept, control, pinned = (prompt(each, LENGTH) for each in ("kept", "control", "pinned"))
+    actions = {"retain": {"ttl_s": 600}, "compress": {}}
     with running_daemon(memory="64MiB") as daemon:
         over = arguments(kv_transfer_config=connector(daemon))
         with running_engine(logs, **over) as engine:
             wait_attached(daemon)
             engine.one(kept, transfer={"kvhearth_retain_s": 600})
+            engine.one(pinned, actions=actions)
             engine.one(control)
-            until(lambda: daemon.stats().retained_blocks == BLOCKS, "they are kept", SETTLE_S)
+            until(lambda: daemon.stats().retained_blocks == 2 * BLOCKS, "they are kept", SETTLE_S)
             for number in range(FLOOD):
                 engine.one(prompt(f"flood {number}", LENGTH))
                 wait_settled(daemon)
@@ -45,8 +49,30 @@ def test_a_retained_prompt_outlives_a_flood(logs: Path, reference: Reference) ->
             )
             assert (found["cached"], late["cached"]) == (whole_blocks(LENGTH), 0)
             same(found, reference.answer(kept), "kept")
-            assert daemon.counters()["retained_hit_blocks"] >= BLOCKS - 1
-            assert daemon.stats().retained_blocks == BLOCKS, "no session has gone on"
+            assert warm(engine, pinned)["cached"] == whole_blocks(LENGTH)
+            assert daemon.counters()["retained_hit_blocks"] >= 2 * (BLOCKS - 1)
+            assert daemon.stats().retained_blocks == 2 * BLOCKS, "no session has gone on"
+            assert engine.metric("vllm:kvhearth_hints_refused") == 1
+
+
+def test_a_session_that_goes_on_ends_its_pin(logs: Path) -> None:
+    """Over HTTP, as an agent sends it."""
+    text, hint = prompt("session", LENGTH), {"kvhearth_retain_s": 600}
+    with (
+        running_daemon(memory="64MiB") as daemon,
+        running_server(logs, **served(daemon, connector(daemon))) as server,
+    ):
+        wait_attached(daemon)
+        server.complete(text, session_id="agent-7", kv_transfer_params=hint)
+        until(lambda: daemon.stats().retained_blocks == BLOCKS, "they are kept", SETTLE_S)
+        server.complete(text, session_id="agent-8")
+        wait_settled(daemon)
+        assert daemon.stats().retained_blocks == BLOCKS, "that was another session"
+        server.reset()
+        found = server.complete([*text, *prompt("next turn", 100)], session_id="agent-7")
+        assert found["cached"] == whole_blocks(LENGTH)
+        until(lambda: not daemon.stats().retained_blocks, "the pin has ended", SETTLE_S)
+        assert daemon.counters()["retained_hit_blocks"] >= BLOCKS - 1
 
 
 @pytest.mark.parametrize("wrong", [-1, 1e7, math.nan, "600"])
