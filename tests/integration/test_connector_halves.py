@@ -296,8 +296,9 @@ def test_blocks_are_kept_until_their_session_goes_on(daemon: Daemon) -> None:
         engine.run("c", "agent", 160, session_id="s")
         until(lambda: not daemon.stats().retained_blocks, "they are kept no more")
         assert daemon.counters()["retained_ended{released}"] == before + 10
-        engine.run("d", "agent", 160, retain_s=1e7)
-        until(lambda: daemon.counters().get("refusals{bad_ttl}"), "months are refused")
+        engine.run("d", "agent", 165, retain_s=1e7)
+        until(lambda: daemon.counters().get("retained_ended{refused}"), "months are refused")
+        assert daemon.counters()["refusals{bad_ttl}"]
 
 
 def test_a_bound_on_stores(daemon: Daemon) -> None:

@@ -153,7 +153,8 @@ def _drawn(view: View, before: View | None, rows: int) -> RenderableType:
         f"processes {found.sessions}  leases {found.leases}"
     )
     if found.retained_blocks:
-        up += f"  retained {found.retained_blocks}"
+        hits = found.counters.get("retained_hit_blocks", 0)
+        up += f"  retained {found.retained_blocks} ({hits} hits)"
     tiers = _tiers(found)
     events = _events(found.recent[-_EVENT_ROWS:])
     room = rows - _HEAD_ROWS - tiers.row_count - events.row_count

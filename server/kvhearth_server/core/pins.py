@@ -66,6 +66,21 @@ class Pinning:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``bad_ttl``,
                 ``pin_exists``, ``too_many_pins``, ``too_many_keys``, ``held_cap``.
         """
+        try:
+            return self._pin(session, epoch, pin_id, items, ttl_s, now)
+        except KVHearthError:
+            self._state.count("retained_ended", sum(len(item.keys) for item in items), "refused")
+            raise
+
+    def _pin(
+        self,
+        session: int,
+        epoch: int,
+        pin_id: int,
+        items: list[KeysItem],
+        ttl_s: float,
+        now: float,
+    ) -> list[Bools]:
         state, table = self._state, self._state.table
         group, namespace = state.current(session, epoch)
         limits = state.limits

@@ -99,14 +99,15 @@ SERVICE: tuple[Metric, ...] = (
     counter(
         "kvhearth_retained_total",
         "Blocks that pins began to keep.",
-        "How much agents ask for; what they did not get is in refusals_total.",
+        "How much agents ask for.",
     ),
     counter(
         "kvhearth_retained_ended_total",
-        "Blocks whose pin ended, by how: released, as its session went on, or expired.",
-        "Expired ones were kept for nothing: shorter times, or agents that never came back.",
+        "Blocks whose pin ended, by how: released, as its session went on, expired, or refused.",
+        "Expired ones were kept for nothing: shorter times, or agents that never came back. "
+        "Refused ones never were: the reason is in refusals_total.",
         "how",
-        {"expired", "released"},
+        {"expired", "released", "refused"},
     ),
     counter(
         "kvhearth_retained_hit_blocks_total",
