@@ -313,7 +313,7 @@ def fronts(
 
     Runs from a checkout. Starts its own daemons, of 1 GiB each, and uses up to
     5 GiB of the drive. Missing a target is not an error: `missed` names those
-    figures. Nor is an engine that cannot be measured.
+    figures. Nor is an engine that is not there; one whose program fails is.
     """
     from kvhearth_lab.bench.fronts.figures import FULL, QUICK
     from kvhearth_lab.bench.fronts.run import run
@@ -322,6 +322,8 @@ def fronts(
     with cleaned_up():
         found = {**run(folder, QUICK if quick else FULL, given, note), "quick": quick}
     _report(found, fronts_tables(found), as_json=as_json, beside=True)
+    if found["skipped"].keys() - given:
+        raise typer.Exit(1)
 
 
 def fronts_tables(found: Found) -> Iterator[Table]:

@@ -165,6 +165,8 @@ def _memory(options: argparse.Namespace) -> U8:
 
 def _spec() -> Any:
     """Return the part of an engine's settings that the tiers read."""
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
     parallel = SimpleNamespace(
         tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
     )
@@ -178,7 +180,8 @@ def _spec() -> Any:
         canonical_layout=False,
         kv_cache_layout=None,
     )
-    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=None)
+    silent = OffloadingKVEventsConfig(False, False)
+    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=silent)
 
 
 def _keys(name: str, count: int) -> list[Any]:
