@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engines.harness import LMCACHE, ROOT
 from support.daemon import Daemon, free_port, running_daemon, until
-from support.tiers import flip, segment_files
+from support.tiers import flip_stored
 
 from kvhearth_lab.harness.daemon import clean_environment
 
@@ -163,13 +163,7 @@ def test_flipped_bytes_on_ssd_are_a_miss(lmcache: Lmcache, tmp_path: Path) -> No
         )
         daemon.kill()
         kv = np.random.default_rng(1).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
-        files = {path: path.read_bytes() for path in segment_files(tmp_path / "ssd")}
-        ((path, at),) = [
-            (path, text.find(kv[5][:64].tobytes()))
-            for path, text in files.items()
-            if kv[5][:64].tobytes() in text
-        ]
-        flip(path, at + 7000)
+        flip_stored(tmp_path / "ssd", kv[5][7000:7064].tobytes())
         daemon.start()
         until(lambda: daemon.read_back, "the log is read back", SETTLE_S)
         lmcache.ask("clear")

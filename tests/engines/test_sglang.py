@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.tiers import flip_stored
 
 pytest.importorskip("sglang", reason="needs SGLang's environment: make test-sglang")
 
@@ -303,6 +304,18 @@ def test_pages_that_only_the_ssd_has(tmp_path: Path) -> None:
         assert until(lambda: server.prefetch("ssd", PAGES)[0]) == PAGES
         assert server.prefetch("ssd", PAGES) == (PAGES, [])
         assert own.counters()["promoted_blocks"] >= PAGES
+
+
+@pytest.mark.usefixtures("served")
+def test_a_flipped_bit_is_a_miss() -> None:
+    pool, keys = mha_pool(), hashes_of("flipped", PAGES // 2)
+    with running_daemon(memory=MEMORY) as own, backend(pool, extra(own.url())) as store:
+        assert store.batch_set_v1(keys, fill(pool, keys)) == [True] * len(keys)
+        until(lambda: own.counters()["summed_blocks"] == len(keys), "all have checksums")
+        flip_stored(own.arena_dir, computed(pool, keys[3]).view(torch.uint8).numpy()[:64].tobytes())
+        taken = blank(pool, len(keys))
+        assert store.batch_get_v1(keys, taken) == [key != keys[3] for key in keys]
+        until(lambda: store.batch_exists(keys) == 3, "the daemon drops it")
 
 
 @pytest.mark.usefixtures("served")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engines.harness import inside
 from support.daemon import Daemon, running_daemon, until
+from support.tiers import flip_stored
 
 CHUNKS, CHUNK_BYTES = 12, 4 << 20
 """A load of all of them has two parts."""
@@ -82,22 +83,11 @@ def test_blocks_come_from_a_remote(logs: Path, model: str, tmp_path: Path) -> No
 
 def test_a_flipped_bit_is_a_miss(logs: Path, daemon: Daemon, model: str) -> None:
     assert engine(logs, "store", model, daemon) == [True]
-    flip(daemon, chunk=9)
+    data = np.random.default_rng(33).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
+    flip_stored(daemon.arena_dir, data[9, 4096:4160].tobytes())
     names, equal = engine(logs, "load", model, daemon)
     assert names == [*HITS[:9], "MISS", *HITS[10:]]
     assert equal
-
-
-def flip(daemon: Daemon, chunk: int) -> None:
-    """Flip a bit of a stored chunk in the daemon's memory."""
-    data = np.random.default_rng(33).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
-    mark = data[chunk, 4096:4160].tobytes()
-    assert daemon.arena_dir is not None
-    files = [path for path in daemon.arena_dir.rglob("*") if path.is_file()]
-    [path] = [path for path in files if mark in path.read_bytes()]
-    with path.open("r+b") as file:
-        file.seek(path.read_bytes().find(mark))
-        file.write(bytes([mark[0] ^ 1]))
 
 
 def test_a_daemon_killed_before_the_loads_is_a_miss(logs: Path, daemon: Daemon, model: str) -> None:

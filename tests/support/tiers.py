@@ -388,6 +388,13 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
     patch(path, at, bytes([path.read_bytes()[at] ^ (1 << bit)]))
 
 
+def flip_stored(folder: Path, content: bytes) -> None:
+    """Flip a bit of a content in the one file below a folder that holds it."""
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    ((path, at),) = ((path, text.find(content)) for path, text in files.items() if content in text)
+    flip(path, at)
+
+
 def payloads(
     folder: Path, key: bytes, shard: int | None = None, group: int = 0
 ) -> Iterator[tuple[Path, int]]:
