@@ -564,7 +564,9 @@ class _Load(_Copies[LoadResult]):
         self._wait_s = wait_s
         self._hit_tokens = 0
         self._loaded: Bools = np.zeros(len(keys), np.bool_)
+        self._copied: Bools = np.zeros(len(keys), np.bool_)
         self._failures: Counter[BlockFailure] = Counter()
+        self._bad: list[Records] = []
 
     def run(self) -> Steps:
         if self.future.cancelled():
@@ -577,21 +579,32 @@ class _Load(_Copies[LoadResult]):
             wait = PromotionWait(self.clock.now() + self._wait_s)
             found = self._look_up(wait)
             while self._waits(wait, found):
+                with self.future.copying() as wanted:
+                    if wanted:  # while the others are promoted
+                        self._copy_leased(found)
                 yield wait.due_at
                 if self.future.cancelled():
                     return
                 again = self._look_up(wait)
                 if again.reason:  # continue with the leased blocks
                     break
-                # Cancelled only now: the promotions must not be without a requester in between.
-                self.client.cancel(found)
+                # Given up only now: the promotions must not be without a requester in between.
+                self._give_up(found)
                 found = again
             if self.future.begin():
                 self._load(found)
                 found = None
         finally:
             if found is not None:
-                self.client.cancel(found)
+                self._give_up(found)
+
+    def _give_up(self, found: LookupResult) -> None:
+        """Release the lease, report the bad blocks, and cancel the promotions."""
+        bad = self._taken_bad()
+        if bad is not None:
+            self.client.release(found.lease, bad=bad)
+        else:
+            self.client.cancel(found)
 
     def _look_up(self, wait: PromotionWait) -> LookupResult:
         wait_s = max(0.001, wait.until - self.clock.now())
@@ -612,31 +625,42 @@ class _Load(_Copies[LoadResult]):
 
     def _load(self, found: LookupResult) -> None:
         """Copy the leased blocks, then release the lease and report the bad ones."""
-        group, bad = found.groups[_GROUP], []
         self.fail(found.reason)
-        positions = np.flatnonzero(group.leased)
-        for start in range(0, len(positions), self.cache._batch_blocks):
-            part = slice(start, start + self.cache._batch_blocks)
-            extents = group.extents[part]
-            done = self.cache._copy(self, CopyKind.LOAD, found.boot_id, positions[part], extents)
+        if not self._copy_leased(found):
+            self.fail(BlockFailure.STALE_BOOT)
+        self.fail(next(iter(self._failures), "") or found.lease_short)
+        self.client.release(found.lease, bad=self._taken_bad())
+        if self.epoch == self.client.epoch:
+            self._hit_tokens = found.hit_tokens
+        else:
+            self._loaded[:] = False
+            self.reason = Reason.STALE_EPOCH
+
+    def _copy_leased(self, found: LookupResult) -> bool:
+        """Copy the leased blocks that were not copied before; False if the daemon has gone."""
+        group = found.groups[_GROUP]
+        leased = np.flatnonzero(group.leased)
+        rows = np.flatnonzero(~self._copied[leased])
+        for start in range(0, len(rows), self.cache._batch_blocks):
+            part = rows[start : start + self.cache._batch_blocks]
+            places, extents = leased[part], group.extents[part]
+            done = self.cache._copy(self, CopyKind.LOAD, found.boot_id, places, extents)
             if done is None:
-                self.fail(BlockFailure.STALE_BOOT)
-                break
-            self._loaded[positions[part]] = done.ok
+                return False
+            self._copied[places] = True
+            self._loaded[places] = done.ok
             self._failures.update(done.reasons)
             self.bytes += done.bytes
             self.copy_s += done.seconds
             self.future.blocks_done += len(extents)
             if done.reasons.get(BlockFailure.CHECKSUM_MISMATCH):
                 # The daemon checks the sums itself before it believes a report.
-                bad.append(extents[~done.ok])
-        self.fail(next(iter(self._failures), "") or found.lease_short)
-        self.client.release(found.lease, bad={_GROUP: np.concatenate(bad)} if bad else None)
-        if self.epoch == self.client.epoch:
-            self._hit_tokens = found.hit_tokens
-        else:
-            self._loaded[:] = False
-            self.reason = Reason.STALE_EPOCH
+                self._bad.append(extents[~done.ok])
+        return True
+
+    def _taken_bad(self) -> dict[int, Records] | None:
+        bad, self._bad = self._bad, []
+        return {_GROUP: np.concatenate(bad)} if bad else None
 
     def count_up(self) -> None:
         super().count_up()

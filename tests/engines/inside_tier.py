@@ -12,7 +12,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -182,7 +181,7 @@ def fail_late(model: str, options: dict[str, Any]) -> list[str]:
         tier.submit_load(job)
         names = [tier.lookup(key, second).name]
         tier.on_schedule_end(ScheduleEndContext((), ()))
-        wait(tier._jobs[1][1], WAIT_S)
+        tier._jobs[1][1].result(WAIT_S)
         names += [str(job.success) for job in engine._jobs_of()]
         answers = tier._lookup_manager._pending_results
         answers.put(answers.get(timeout=WAIT_S))

@@ -16,6 +16,7 @@ from support.cuda_fake import FakeDevice
 from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running
 from support.patience import HUNG_S
 from support.scripted_clock import HeldCall, ScriptedClock
+from support.tower import Tower, ended
 
 import kvhearth
 from kvhearth.cache import Cache, LoadResult, StoreResult
@@ -332,6 +333,24 @@ def test_loads_are_bounded(rig: Rig) -> None:
 
 
 # -- parts -------------------------------------------------------------------------------------
+
+
+def test_a_part_is_copied_while_the_rest_is_promoted(rig: Rig) -> None:
+    """Each part once, under the lease of the lookup that found it."""
+    begun, copied = list[Transfer[LoadResult]](), list[int]()
+
+    class Watched(Tower):
+        def _answer(self, request: Any) -> Any:
+            copied.append(sum(each.blocks_done for each in begun))
+            return super()._answer(request)
+
+    tower = Watched(rig.daemon, dram=2, step=2)
+    begun.append(begin_load(rig.cache(), 0, 6))
+    done = rig.clock.result(begun[0])
+    assert (done.loaded.tolist(), done.usable_blocks, done.reason) == ([True] * 6, 6, "")
+    assert (copied, done.bytes) == ([0, 2, 4], 6 * PAGE_BYTES)
+    leases = [request.lease_id for request in tower.asked]
+    rig.clock.until(lambda: ended(rig.daemon)[0] == sorted(leases))
 
 
 def test_help_leads_with_the_api_which_is_typed() -> None:

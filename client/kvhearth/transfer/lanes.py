@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +29,8 @@ Failure = Reason | BlockFailure | ClientReason | NoReason
 class Transfer(Future[ResultT]):
     """Future of a store or a load, with its progress.
 
-    ``cancel`` gives up a transfer whose copies have not begun, also a load that waits for SSD.
+    ``cancel`` gives up a transfer whose copies have not begun, and a load that waits for SSD; what
+    this load has copied before stays in its pages.
 
     Attributes:
         blocks_total: number of blocks.
@@ -39,6 +42,22 @@ class Transfer(Future[ResultT]):
         self.blocks_total = blocks_total
         self.blocks_done = 0
         self._begun: bool | None = None
+        self._lock = threading.Lock()
+        self._copying = False
+
+    def cancel(self) -> bool:
+        with self._lock:
+            return not self._copying and super().cancel()
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[bool]:
+        """Let nobody cancel meanwhile; yields False if somebody has. For ``Cache``."""
+        with self._lock:
+            self._copying = not self.cancelled()
+        try:
+            yield self._copying
+        finally:
+            self._copying = False
 
     def begin(self) -> bool:
         """Return whether the copies may begin: the transfer was not cancelled. For ``Cache``."""

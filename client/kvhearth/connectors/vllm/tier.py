@@ -43,8 +43,6 @@ from kvhearth.transfer.lanes import Transfer
 
 DRAIN_S = 60.0
 """Longest wait for the jobs under way at a reset of vLLM's cache."""
-LOAD_BYTES = 32 << 20
-"""Most bytes of a load, unless a chunk has more: one is copied while the next is promoted."""
 REMOTE_S = 0.25
 """Longest time that a lookup waits for the answers of the daemon's remotes."""
 
@@ -94,7 +92,6 @@ class KVHearthTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = parse_settings(TierSettings, options)
         self._kv = kvhearth.PagedKV([np.asarray(primary_kv_view).view(np.uint8)])
-        self._load_chunks = max(LOAD_BYTES // self._kv.page_bytes, 1)
         config = offloading_spec.config
         self._contract = tier_contract(
             config,
@@ -108,7 +105,7 @@ class KVHearthTier(SecondaryTierManager):
         self._lookup_manager = _Lookups(self._cache, tier_type)
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._feed = BlockFeed(self._cache.client) if publishes else None
-        self._jobs: dict[int, tuple[TransferJob, list[Transfer[Any] | None]]] = {}
+        self._jobs: dict[int, tuple[TransferJob, Transfer[Any] | None]] = {}
         # The last key of each live request that was stored or loaded: parent of its next one.
         self._requests: dict[str, bytes | None] = {}
         self._outdated: set[str] = set()
@@ -143,27 +140,21 @@ class KVHearthTier(SecondaryTierManager):
         """Begin to store chunks of the primary tier."""
         request = job_metadata.req_context.req_id
         if request in self._outdated:  # older weights computed a part of it
-            self._jobs[job_metadata.job_id] = job_metadata, [None]
+            self._jobs[job_metadata.job_id] = job_metadata, None
             return
-        count = max(len(job_metadata.keys), 1)
-        self._submit(job_metadata, self._cache.store, count, parent=self._requests.get(request))
+        self._submit(job_metadata, self._cache.store, parent=self._requests.get(request))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Begin to load chunks into the primary tier."""
         wait_s = self._settings.promotion_wait_ms / 1000
-        self._submit(job_metadata, self._cache.load, self._load_chunks, wait_s=wait_s)
+        self._submit(job_metadata, self._cache.load, wait_s=wait_s)
 
     def _submit(
-        self, job: TransferJob, begin: Callable[..., Transfer[Any]], count: int, **options: Any
+        self, job: TransferJob, begin: Callable[..., Transfer[Any]], **options: Any
     ) -> None:
-        """Begin a job by transfers of ``count`` chunks."""
-        keys, futures = list(job.keys), []
-        for first in range(0, len(keys), count):
-            some, chunks = keys[first : first + count], job.chunk_ids[first : first + count]
-            pages = kvhearth.Pages(self._kv, chunks)
-            # A job that is not valid fails; an exception would end the engine.
-            futures.append(parse_arguments(partial(begin, some, **options), pages))
-        self._jobs[job.job_id] = job, futures
+        keys, pages = list(job.keys), kvhearth.Pages(self._kv, job.chunk_ids)
+        # A job that is not valid fails; an exception would end the engine.
+        self._jobs[job.job_id] = job, parse_arguments(partial(begin, keys, **options), pages)
         if keys and job.req_context.req_id in self._requests:
             self._requests[job.req_context.req_id] = keys[-1]
 
@@ -173,22 +164,16 @@ class KVHearthTier(SecondaryTierManager):
         Keys of failed loads become misses: vLLM would load them again and again.
         """
         ended = [
-            number
-            for number, (_, futures) in self._jobs.items()
-            if all(future is None or future.done() for future in futures)
+            number for number, (_, future) in self._jobs.items() if future is None or future.done()
         ]
         return [self._finish(*self._jobs.pop(number)) for number in ended]
 
-    def _finish(self, job: TransferJob, futures: list[Transfer[Any] | None]) -> JobResult:
-        results = [None if future is None else future.result(0) for future in futures]
-        done = [result for result in results if result is not None]
-        took = sum(result.copy_s for result in done), sum(result.bytes for result in done)
+    def _finish(self, job: TransferJob, future: Transfer[Any] | None) -> JobResult:
+        done = None if future is None else future.result(0)
+        took = (0.0, 0) if done is None else (done.copy_s, done.bytes)
         if not job.is_promotion:
-            whole = len(done) == len(results) and not any(result.failed for result in done)
-            return JobResult(job.job_id, whole, None, *took)
-        flags: list[bool] = []
-        for result in results:
-            flags += [False] * self._load_chunks if result is None else result.loaded.tolist()
+            return JobResult(job.job_id, done is not None and not done.failed, None, *took)
+        flags = [] if done is None else done.loaded.tolist()
         good = tuple(key for key, loaded in zip(job.keys, flags, strict=False) if loaded)
         failed = set(job.keys).difference(good)
         self._lookup_manager.mark_miss(failed)
@@ -200,8 +185,7 @@ class KVHearthTier(SecondaryTierManager):
         Raises:
             TimeoutError: a job still runs after a minute; vLLM must not reuse its chunks.
         """
-        jobs = self._jobs.values()
-        futures = [future for _, some in jobs for future in some if future is not None]
+        futures = [future for _, future in self._jobs.values() if future is not None]
         if wait(futures, DRAIN_S).not_done:
             raise TimeoutError("KVHearth's copies from and to the primary tier have not ended")
         client = self._cache.client
