@@ -42,6 +42,8 @@ _CHECKED_US = 2000
 """Estimate for blocks in memory that the daemon checksums before it serves them."""
 _PAUSE_S = 0.005
 _PAUSE_MAX_S = 0.25
+_PARTS = 3
+"""A load looks again after a third of the daemon's estimate, and copies what has come."""
 _GIVE_UP_S = 1.0
 
 Key = bytes | str | int
@@ -621,7 +623,7 @@ class _Load(_Copies[LoadResult]):
         group, eta_us = found.groups[_GROUP], found.eta_us
         if not eta_us and bool((group.present & ~group.ready).any()):
             eta_us = _CHECKED_US
-        return wait.answered(eta_us, self.clock.now())
+        return wait.answered(eta_us // _PARTS, self.clock.now())
 
     def _load(self, found: LookupResult) -> None:
         """Copy the leased blocks, then release the lease and report the bad ones."""

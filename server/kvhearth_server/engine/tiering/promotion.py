@@ -115,7 +115,9 @@ def _names(request: PromotionRequest) -> list[tuple[int, int, bytes]]:
 
 _SLOTS_PER_TURN = 256
 BEGUN_AT_ONCE = 32
-"""Slots of one load: taking them may evict as many blocks, some 40 us each."""
+"""Most slots of one load: taking them may evict as many blocks, some 40 us each."""
+_BEGUN_BYTES = 16 << 20
+"""Most bytes of one load, which ends as a whole: a client copies them while the next is read."""
 _LOOKS_PER_TURN = 64
 _REQUESTED_BLOCKS_MAX = 1 << 16
 _log = get_logger("kvhearth.tiering")
@@ -209,7 +211,8 @@ class Promoter:
             if left <= 0:
                 break
             request, requester = self.queue.take()
-            most = min(left, BEGUN_AT_ONCE) // request.spec.shards
+            most = min(left, BEGUN_AT_ONCE, _BEGUN_BYTES // request.spec.page_bytes)
+            most //= request.spec.shards
             head, rest = request.split(max(1, most))
             left -= len(head.keys) * request.spec.shards
             self._load(head, requester)
