@@ -257,6 +257,21 @@ def test_few_pure_tests_need_real_time() -> None:
     assert set(marks) == {'"'}, "a mark names its reason"
 
 
+def test_what_the_guard_watches_is_called_by_its_modules_name() -> None:
+    """It puts its own in the modules' place, which ``from time import sleep`` goes around."""
+    watched = {("time", "sleep"), ("asyncio", "sleep"), ("os", "fork"), ("subprocess", "Popen")}
+    found = [
+        f"{name}: from {node.module} import {each.name}"
+        for name, source in sources().items()
+        if name.startswith(TESTS)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if (node.module, each.name) in watched
+    ]
+    assert not found
+
+
 def test_every_setting_is_used() -> None:
     used = set[str]().union(*map(_attributes, _product(SETTINGS)))
     tree = sources()[SETTINGS].tree
