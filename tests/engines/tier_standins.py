@@ -103,5 +103,5 @@ class ExampleSecondaryTierManager(KVHearthTier):
         self._wait()
 
     def _wait(self) -> None:
-        futures = [future for _, some in self._jobs.values() for future in some]
+        futures = [future for _, future in self._jobs.values()]
         assert not wait(futures, WAIT_S).not_done
