@@ -81,4 +81,4 @@ def recipes() -> list[dict[str, Any]]:
     blocks = re.findall(
         r"^```json\n(.*?)^```$", RECIPES.read_text(), flags=re.MULTILINE | re.DOTALL
     )
-    return [json.loads(block) for block in blocks]
+    return [found for found in map(json.loads, blocks) if "kv_connector" in found]
