@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,57 +68,52 @@ class Pinning:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``bad_ttl``,
                 ``pin_exists``, ``too_many_pins``, ``too_many_keys``, ``held_cap``.
         """
+        with self._refusals_counted(items):
+            state, table = self._state, self._state.table
+            group, namespace = state.current(session, epoch)
+            limits = state.limits
+            require(
+                0 < ttl_s <= limits.pin_ttl_max_s,
+                Reason.BAD_TTL,
+                f"a pin lives 0..{limits.pin_ttl_max_s} s, not {ttl_s}",
+            )
+            state.check_count(sum(len(item.keys) for item in items))
+            name = (namespace.number, pin_id)
+            require(pin_id and name not in self._pins, Reason.PIN_EXISTS, f"pin {pin_id} exists")
+            mine, of_tenant = self._of_namespace[namespace.number], self._of_segment[group.segment]
+            many = Reason.TOO_MANY_PINS
+            require(mine < limits.pins_max, many, f"the namespace has {mine} pins")
+            require(of_tenant < limits.tenant_pins_max, many, f"the tenant has {of_tenant} pins")
+            flags, parts = [], [np.zeros(0, np.int64)]
+            for item in items:
+                spec = group_spec(namespace.contract, item.kv_group)
+                heads = state.index.find(namespace.number, item.kv_group, item.keys)
+                safe = np.maximum(heads, 0)
+                good = (heads >= 0) & (table.epoch[safe] == namespace.epoch)
+                flags.append(good)
+                parts.append(table.all_shards(heads[good], spec.shards).reshape(-1))
+            slots = np.unique(np.concatenate(parts))
+            self._check_lists(group.segment, len(slots))
+            require(
+                newly_held_bytes(state, slots) <= hold_room(state, group.segment),
+                Reason.HELD_CAP,
+                "leases, stocks, pins and quarantine are at their cap; unpin or release some",
+            )
+            hold(state, group.segment, slots, pin=True)
+            generations = table.generation[slots].copy()
+            kept = slots.astype(np.uint32)
+            blocks = sum(int(np.count_nonzero(good)) for good in flags)
+            state.count("retained", blocks)
+            self._add(name, Pin(group.segment, kept, generations, blocks, now + ttl_s))
+            return flags
+
+    @contextmanager
+    def _refusals_counted(self, items: list[KeysItem]) -> Iterator[None]:
         try:
-            return self._pin(session, epoch, pin_id, items, ttl_s, now)
+            yield
         except KVHearthError:
             self._state.count("retained_ended", sum(len(item.keys) for item in items), "refused")
             raise
-
-    def _pin(
-        self,
-        session: int,
-        epoch: int,
-        pin_id: int,
-        items: list[KeysItem],
-        ttl_s: float,
-        now: float,
-    ) -> list[Bools]:
-        state, table = self._state, self._state.table
-        group, namespace = state.current(session, epoch)
-        limits = state.limits
-        require(
-            0 < ttl_s <= limits.pin_ttl_max_s,
-            Reason.BAD_TTL,
-            f"a pin lives 0..{limits.pin_ttl_max_s} s, not {ttl_s}",
-        )
-        state.check_count(sum(len(item.keys) for item in items))
-        name = (namespace.number, pin_id)
-        require(pin_id and name not in self._pins, Reason.PIN_EXISTS, f"pin {pin_id} exists")
-        mine, all_ = self._of_namespace[namespace.number], self._of_segment[group.segment]
-        require(mine < limits.pins_max, Reason.TOO_MANY_PINS, f"the namespace has {mine} pins")
-        require(all_ < limits.tenant_pins_max, Reason.TOO_MANY_PINS, f"the tenant has {all_} pins")
-        flags, parts = [], [np.zeros(0, np.int64)]
-        for item in items:
-            spec = group_spec(namespace.contract, item.kv_group)
-            heads = state.index.find(namespace.number, item.kv_group, item.keys)
-            safe = np.maximum(heads, 0)
-            good = (heads >= 0) & (table.epoch[safe] == namespace.epoch)
-            flags.append(good)
-            parts.append(table.all_shards(heads[good], spec.shards).reshape(-1))
-        slots = np.unique(np.concatenate(parts))
-        self._check_lists(group.segment, len(slots))
-        require(
-            newly_held_bytes(state, slots) <= hold_room(state, group.segment),
-            Reason.HELD_CAP,
-            "leases, stocks, pins and quarantine are at their cap; unpin or release some",
-        )
-        hold(state, group.segment, slots, pin=True)
-        generations = table.generation[slots].copy()
-        kept = slots.astype(np.uint32)
-        blocks = sum(int(np.count_nonzero(good)) for good in flags)
-        state.count("retained", blocks)
-        self._add(name, Pin(group.segment, kept, generations, blocks, now + ttl_s))
-        return flags
 
     def _check_lists(self, segment: int, more: int) -> None:
         listed = self._listed[segment]
