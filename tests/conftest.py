@@ -11,6 +11,7 @@ import numpy.testing  # noqa: F401 - the oldest numpy starts a process when it i
 import pytest
 import structlog
 from hypothesis import Phase, settings
+from hypothesis.internal.conjecture import providers
 from support.daemon import Daemon, running_daemon
 from support.guard import guard, module_guard  # noqa: F401 - they are autouse
 from support.native import without_native
@@ -35,6 +36,19 @@ settings.register_profile(
     "soak", max_examples=100, derandomize=False, deadline=None, print_blob=True
 )
 settings.load_profile("gate")
+
+_constants_of_modules = providers._get_local_constants
+
+
+def _constants() -> providers.Constants:
+    """Return what examples also draw: a module's constants only where examples may differ, since
+    which modules are loaded depends on the tests before.
+    """
+    random = not settings.default.derandomize
+    return _constants_of_modules() if random else providers.Constants()
+
+
+providers._get_local_constants = _constants
 
 
 @pytest.fixture(scope="module")

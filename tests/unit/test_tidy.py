@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import io
 import re
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvhearth.errors import Reason
 from kvhearth_server.config.load import Settings
@@ -270,6 +273,24 @@ def test_what_the_guard_watches_is_called_by_its_modules_name() -> None:
         if (node.module, each.name) in watched
     ]
     assert not found
+
+
+def test_no_example_is_a_constant_of_a_module_that_happens_to_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "happens_to_be_loaded.py").write_text("NUMBER = 123_456_789_123")
+    monkeypatch.syspath_prepend(tmp_path)
+    number = importlib.import_module("happens_to_be_loaded").NUMBER
+    drawn = set()
+
+    @settings(max_examples=500)
+    @given(st.integers(123 * 10**9, 124 * 10**9))
+    def draw(example: int) -> None:
+        drawn.add(example)
+
+    draw()
+    assert len(drawn) > 100
+    assert number not in drawn
 
 
 def test_every_setting_is_used() -> None:
