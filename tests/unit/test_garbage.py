@@ -19,6 +19,8 @@ def spared() -> Iterator[None]:
     yield
     gc.callbacks[:] = before
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as it was
 
 
 class Node:
