@@ -47,13 +47,13 @@ SUITE := $(BIN)/python tests/suites.py
 test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; three minutes; TEST_JOBS=1 runs them in one process
 	$(SUITE) default -m 'not slow and not gpu' $(TEST_ARGS)
 
-test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daemons, and of documents: ten minutes
+test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daemons, and of documents: five minutes
 	$(SUITE) system -m 'not slow and not gpu' $(TEST_ARGS)
 
 test-lab: $(VENV)/.ready ## tests of the benches, of the attackers, of the fault injection and of the GPU kit
 	$(BIN)/pytest -m 'not engines' lab/tests $(TEST_ARGS)
 
-mutate: $(VENV)/.ready ## plants defects of the product one at a time and tells which tests notice; ten minutes; MUTATE_ARGS='--only NAME'
+mutate: $(VENV)/.ready ## plants defects of the product one at a time and tells which tests notice; seven minutes; MUTATE_ARGS='--only NAME'
 	$(BIN)/python lab/mutate/run.py $(MUTATE_ARGS)
 
 test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: SeaweedFS, rclone, Valkey, Redis, Mooncake

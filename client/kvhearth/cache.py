@@ -601,7 +601,7 @@ class _Load(_Copies[LoadResult]):
                 self._give_up(found)
 
     def _give_up(self, found: LookupResult) -> None:
-        """Release the lease, report the bad blocks, and cancel the promotions."""
+        """Release the lease and cancel the promotions; with bad blocks to report, those go on."""
         bad = self._taken_bad()
         if bad is not None:
             self.client.release(found.lease, bad=bad)

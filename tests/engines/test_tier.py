@@ -15,7 +15,6 @@ from support.daemon import Daemon, running_daemon, until
 from support.tiers import flip_stored
 
 CHUNKS, CHUNK_BYTES = 12, 4 << 20
-"""A load of all of them has two parts."""
 MEMORY = {"memory": "96MiB", "slab_bytes": "8MiB"}
 HITS, MISSES = ["HIT"] * CHUNKS, ["MISS"] * CHUNKS
 
