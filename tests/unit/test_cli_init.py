@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvhearth_server.cli import app
-from kvhearth_server.cli.init import FILE, UNIT, choices
+from kvhearth_server.cli import init as verb
+from kvhearth_server.cli.init import FILE, UNIT, choices, unit_text
 from kvhearth_server.cli.machine import Machine
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.config.value_types import parse_size
@@ -23,7 +24,16 @@ PAGES = 4160
 """Some more huge pages than docs/operations.md reserves for 8 GiB."""
 
 
-def machine(root: Path, pages: int, *mounts: tuple[Path, str]) -> Machine:
+class Roomy(Machine):
+    """A machine with as much room on each file system."""
+
+    room = 100 << 30
+
+    def space(self, existing: Path, folder: Path) -> tuple[int, int]:
+        return self.room, 0
+
+
+def machine(root: Path, pages: int, *mounts: tuple[Path, str]) -> Roomy:
     """A machine with 64 GiB available, as many free huge pages, and these mounts."""
     pool = root / "sys/kernel/mm/hugepages/hugepages-2048kB"
     pool.mkdir(parents=True)
@@ -31,9 +41,10 @@ def machine(root: Path, pages: int, *mounts: tuple[Path, str]) -> Machine:
         (pool / name).write_text(f"{pages}\n")
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text("MemAvailable: 67108864 kB\n")
-    lines = [f"30 29 0:27 / {point} rw shared:12 - {kind} none rw\n" for point, kind in mounts]
+    told = [(str(point).replace(" ", r"\040"), kind) for point, kind in mounts]
+    lines = [f"30 29 0:27 / {point} rw shared:12 - {kind} none rw\n" for point, kind in told]
     (root / "proc/self/mountinfo").write_text("".join(lines))
-    return Machine(root)
+    return Roomy(root)
 
 
 def chosen(found: Machine, memory: int | None = None, *, system: bool = True) -> dict[str, object]:
@@ -48,13 +59,26 @@ def test_huge_pages_are_taken_where_some_are_reserved(tmp_path: Path) -> None:
 
 
 def test_without_them_half_of_the_memory_on_shared_memory(tmp_path: Path) -> None:
-    room = shutil.disk_usage("/dev/shm").free
-    values = chosen(machine(tmp_path, 0))
+    found = machine(tmp_path, 0)
+    values = chosen(found)
     assert values["arena_dir"] == "/dev/shm/kvhearth"
-    assert parse_size(str(values["memory"])) <= min(32 << 30, room)
-    assert parse_size(str(chosen(Machine(tmp_path), 5 << 30)["memory"])) == 5 << 30
-    own = chosen(Machine(tmp_path), system=False)
+    assert parse_size(str(values["memory"])) == 32 << 30
+    assert parse_size(str(chosen(found, 5 << 30)["memory"])) == 5 << 30
+    own = chosen(found, system=False)
     assert re.fullmatch(r"/dev/shm/kvhearth-\d+", str(own["arena_dir"]))
+    found.room = 10 << 30
+    assert parse_size(str(chosen(found)["memory"])) == 9 << 30
+
+
+def test_an_arena_without_room_is_not_kept(tmp_path: Path) -> None:
+    found = machine(tmp_path, 0)
+    found.room = 64 << 20  # docker's default
+    kept = list(choices(found, None, system=True))
+    values = {each.name: each.value for each in kept}
+    assert values["arena_dir"] == "none"
+    assert parse_size(str(values["memory"])) == 32 << 30
+    assert chosen(found, 64 << 20)["arena_dir"] == "/dev/shm/kvhearth"
+    assert "install -d" not in unit_text(tmp_path, kept, system=True)
 
 
 def test_an_nvme_drive_with_a_file_system_is_an_ssd_tier(tmp_path: Path) -> None:
@@ -69,25 +93,33 @@ def test_an_nvme_drive_with_a_file_system_is_an_ssd_tier(tmp_path: Path) -> None
     device.mkdir(parents=True)
     (device / "size").write_text("2000000000\n")
     (block / f"{number >> 8 & 0xFFF}:{number & 0xFF}").symlink_to(device)
-    if shutil.disk_usage(drive).free < 8 << 30:
-        pytest.skip("this drive has less than 8 GiB left")
-    (place,) = chosen(found)["ssd_dirs"]  # type: ignore[misc]
-    assert re.fullmatch(re.escape(str(drive)) + r"/kvhearth=\d+GiB", place)
+    assert chosen(found)["ssd_dirs"] == [f"{drive}/kvhearth=80GiB"]
+    found.room = 4 << 30
+    assert "ssd_dirs" not in chosen(found), "too small"
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the verb look at a machine without drives and huge pages."""
+    found = machine(tmp_path / "machine", 0)
+    monkeypatch.setattr(verb, "Machine", lambda: found)
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.realtime("asks systemd and the command")
 @pytest.mark.parametrize("mode", ["--user", "--system"])
 def test_the_files_are_ones_that_daemon_and_systemd_take(
     tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["init", mode, "--memory", "1GiB", "--dir", str(tmp_path / "new"), "--json"]
+    place = tmp_path / "new 100%"
+    words = ["init", mode, "--memory", "1GiB", "--dir", str(place), "--json"]
     assert app.run(words) == 0
     told = json.loads(capsys.readouterr().out)
     settings = load_settings({}, Path(told["settings_file"]))
     assert settings.memory == 1 << 30
     assert str(settings.arena_dir) == told["settings"]["arena_dir"]
     text = Path(told["unit"]).read_text()
-    assert f"Environment=KVHEARTH_CONFIG={tmp_path}/new/{FILE}\n" in text
+    assert f'Environment="KVHEARTH_CONFIG={place}%/{FILE}"\n' in text
     assert "User=" in text or mode == "--user", "whose the daemon is"
     assert f"WantedBy={'default' if mode == '--user' else 'multi-user'}.target\n" in text
     if tool := shutil.which("systemd-analyze"):
@@ -97,6 +129,7 @@ def test_the_files_are_ones_that_daemon_and_systemd_take(
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.usefixtures("here")
 def test_files_that_exist_stay_unless_forced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +146,7 @@ def test_files_that_exist_stay_unless_forced(
     assert "[Service]" in (tmp_path / UNIT).read_text()
 
 
+@pytest.mark.usefixtures("here")
 def test_the_systems_unit_is_the_deployed_one_for_another_place(tmp_path: Path) -> None:
     template = ROOT / "server/kvhearth_server/cli" / UNIT
     assert template.read_text() == DEPLOYED.read_text(), f"cp {DEPLOYED} {template}"

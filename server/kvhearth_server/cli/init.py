@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _GIB = 1 << 30
 _MEMORY_LEAST = 1 << 28
 _SLAB = 64 << 20
 _SSD_LEAST = 4 * _GIB
+_PLAIN = re.compile(r"[\w@%+=:,./-]+")
 _SYSTEM_UNIT = Path(__file__).with_name(UNIT)
 """The unit of ``deploy/systemd``; a test compares the two."""
 _USER_LINES = (
@@ -63,18 +65,23 @@ def choices(machine: Machine, memory: int | None, *, system: bool) -> Iterator[C
     yield Choice("socket_dir", str(socket_dir), "Directory of the sockets.")
     memory, arena_dir, why = _memory(machine, memory, system=system)
     yield Choice("memory", format_size(memory), why)
-    yield Choice("arena_dir", str(arena_dir), "The cache outlives the daemon there.")
+    if arena_dir is None:
+        why = f"{SHARED_MEMORY} is too small: enlarge it, or the cache ends with the daemon."
+        yield Choice("arena_dir", "none", why)
+    else:
+        yield Choice("arena_dir", str(arena_dir), "The cache outlives the daemon there.")
     if found := _ssd(machine, system=system):
         why = "Four fifths of what is free there; the rest keeps writes fast."
         yield Choice("ssd_dirs", found, why)
 
 
-def _memory(machine: Machine, memory: int | None, *, system: bool) -> tuple[int, Path, str]:
-    """Return the arena's bytes and directory, and the reason for its size."""
+def _memory(machine: Machine, memory: int | None, *, system: bool) -> tuple[int, Path | None, str]:
+    """Return the arena's bytes, its directory if one has room, and the reason for its size."""
     pages = machine.memory.pool(HUGEPAGE_BYTES).free
     pool_bytes = pages * HUGEPAGE_BYTES
     mounts = [each.point for each in machine.mounts() if each.kind == "hugetlbfs"]
     mount = next((each for each in mounts if system or os.access(each, os.W_OK)), None)
+    place: Path | None
     if mount is not None and (memory or _MEMORY_LEAST) <= pool_bytes:
         place = mount / "kvhearth"
         # The journal takes up to a 64th part beside the memory, the catalogue less than a slab.
@@ -86,6 +93,8 @@ def _memory(machine: Machine, memory: int | None, *, system: bool) -> tuple[int,
         available = least.free_bytes if least is not None else 2 * _MEMORY_LEAST
         room = machine.space(SHARED_MEMORY, place)[0]
         part, word = (2, "half") if system else (4, "quarter")
+        if room < (memory or _MEMORY_LEAST):
+            place, room = None, available
         chosen = max(_MEMORY_LEAST, min(available // part, room * 9 // 10) // _SLAB * _SLAB)
         told = f"One {word} of the {size(available)} that are available"
         why = f"{told}; no huge pages are reserved (kvhearth doctor)."
@@ -125,22 +134,35 @@ def unit_text(config: Path, chosen: list[Choice], *, system: bool) -> str:
     """Return the systemd unit of a daemon with the settings file ``config``."""
     values = {each.name: each.value for each in chosen}
     arena_dir, ssd_dirs = Path(str(values["arena_dir"])), values.get("ssd_dirs")
-    drives = [each.partition("=")[0] for each in ssd_dirs] if isinstance(ssd_dirs, list) else []
-    made = " ".join([str(arena_dir), *drives])
+    arenas = [arena_dir] if arena_dir.is_absolute() else []
+    drives = [each.rpartition("=")[0] for each in ssd_dirs] if isinstance(ssd_dirs, list) else []
+    made = _words(*arenas, *drives)
+    written = _words(*(f"-{each.parent}" for each in arenas), *(f"-{each}" for each in drives))
     given = {
-        "Environment": f"KVHEARTH_CONFIG={config}",
+        "Environment": _words(f"KVHEARTH_CONFIG={config}"),
         "ExecStartPre": f"+/usr/bin/install -d -m 0700 -o kvhearth -g kvhearth {made}",
-        "ExecStart": f"{_program()} serve",
-        "ReadWritePaths": " ".join(f"-{each}" for each in [arena_dir.parent, *drives]),
+        "ExecStart": f"{_words(_program())} serve",
+        "ReadWritePaths": written,
     }
+    left_out = () if made else ("ExecStartPre", "ReadWritePaths")
     if not system:
         given["WantedBy"] = "default.target"
     lines = []
-    for line in _SYSTEM_UNIT.read_text().splitlines():
+    for line in _SYSTEM_UNIT.read_text(encoding="utf-8").splitlines():
         name = line.partition("=")[0]
-        if system or not line or line.startswith(_USER_LINES):
+        wanted = system or not line or line.startswith(_USER_LINES)
+        if wanted and name not in left_out:
             lines.append(f"{name}={given[name]}" if name in given else line)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def _words(*words: object) -> str:
+    """Return words as systemd reads them, quoted where they are not plain."""
+    told = [str(each).replace("%", "%%") for each in words]
+    return " ".join(
+        each if _PLAIN.fullmatch(each) else '"' + re.sub(r'(["\\])', r"\\\1", each) + '"'
+        for each in told
+    )
 
 
 def _program() -> Path:
@@ -153,7 +175,10 @@ def places(folder: Path | None, *, system: bool) -> tuple[Path, Path]:
         return folder.absolute() / FILE, folder.absolute() / UNIT
     if system:
         return Path("/etc/kvhearth") / FILE, Path("/etc/systemd/system") / UNIT
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    try:
+        home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    except RuntimeError:  # neither HOME nor an entry in passwd
+        raise wrong("you have no home directory; name a directory with --dir") from None
     return home / "kvhearth" / FILE, home / "systemd/user" / UNIT
 
 
@@ -206,13 +231,14 @@ def init(
 
 def _next(config: Path, unit: Path, *, system: bool) -> list[str]:
     """Return the commands that check the settings and start the daemon."""
-    doctor = f"kvhearth doctor --config {config}"
+    doctor = shlex.join(["kvhearth", "doctor", "--config", str(config)])
+    at = shlex.quote(str(unit))
     if not system:
-        link = [] if unit.parent.name == "user" else [f"systemctl --user link {unit}"]
+        link = [] if unit.parent.name == "user" else [f"systemctl --user link {at}"]
         return [doctor, *link, "systemctl --user enable --now kvhearth", "loginctl enable-linger"]
     moved = []
     if _program().parts[1] in ("home", "root", "tmp"):
         moved = [f"# {UNIT} cannot run {_program()}: install into /opt/kvhearth, then init again"]
     user = "useradd --system --no-create-home --shell /usr/sbin/nologin kvhearth"
-    link = [] if unit.parent == Path("/etc/systemd/system") else [f"systemctl link {unit}"]
+    link = [] if unit.parent == Path("/etc/systemd/system") else [f"systemctl link {at}"]
     return [*moved, user, doctor, *link, "systemctl enable --now kvhearth"]
