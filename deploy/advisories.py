@@ -47,7 +47,9 @@ def audit(lock: Path) -> Verdict | str:
     words = [sys.executable, "-m", "pip_audit", "--require-hashes", "--disable-pip"]
     words += ["--progress-spinner", "off", "--format", "json", "--requirement", str(lock)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            words, capture_output=True, encoding="utf-8", timeout=TIMEOUT_S, check=False
+        )
         return verdict_of(json.loads(done.stdout))
     except subprocess.TimeoutExpired:
         return f"no answer within {TIMEOUT_S} s"

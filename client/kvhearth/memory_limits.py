@@ -154,6 +154,6 @@ def _folders(top: Path, mounted: str, group: str) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()  # has paths
     except OSError:
         return ""

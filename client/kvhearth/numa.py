@@ -29,9 +29,11 @@ def own_node(folder: Path = _NODES) -> int:
     Returns -1 if they belong to several nodes, or if the machine has one node only.
     """
     with contextlib.suppress(OSError, ValueError):
-        nodes = parse_list((folder / "online").read_text())
+        nodes = parse_list((folder / "online").read_text(encoding="utf-8"))
         allowed = os.sched_getaffinity(0)
         for node in nodes if len(nodes) > 1 else ():
-            if allowed.issubset(parse_list((folder / f"node{node}/cpulist").read_text())):
+            if allowed.issubset(
+                parse_list((folder / f"node{node}/cpulist").read_text(encoding="utf-8"))
+            ):
                 return node
     return UNKNOWN

@@ -295,14 +295,14 @@ def _pieces(span: Span) -> Iterator[_Piece]:
 
 def _one_node() -> bool:
     try:
-        return (_ROOT / "sys/devices/system/node/online").read_text().strip() == "0"
+        return (_ROOT / "sys/devices/system/node/online").read_text(encoding="utf-8").strip() == "0"
     except OSError:
         return True
 
 
 def _plenty(size_bytes: int, groups: Sequence[MemoryGroup]) -> bool:
     """Return whether ``size_bytes`` may be taken."""
-    text = (_ROOT / "proc/meminfo").read_text()
+    text = (_ROOT / "proc/meminfo").read_text(encoding="utf-8")
     lines = dict(line.split(":", 1) for line in text.splitlines())
     total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     for limit in (each for group in groups for each in group.limits()):

@@ -102,7 +102,9 @@ def _needed(trees: Iterable[Path]) -> Iterator[Path]:
         for path in tree.rglob("*")
         if path.is_file() and not path.is_symlink() and (_is_library(path) or _is_program(path))
     ]
-    listing = subprocess.run(["ldd", *loading], check=False, capture_output=True, text=True).stdout
+    listing = subprocess.run(
+        ["ldd", *loading], check=False, capture_output=True, encoding="utf-8"
+    ).stdout
     if missing := sorted(set(re.findall(r"(\S+) => not found", listing))):
         raise FileNotFoundError(f"shared libraries are missing here: {', '.join(missing)}")
     found = set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", listing, flags=re.MULTILINE))

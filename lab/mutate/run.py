@@ -136,7 +136,7 @@ class _Recorder:
             self._write(report.nodeid)
 
     def _write(self, name: str) -> None:
-        with Path(self._path).open("a") as file:
+        with Path(self._path).open("a", encoding="utf-8") as file:
             file.write(json.dumps([name, time.monotonic() - self._begin]) + "\n")
 
 
@@ -186,7 +186,7 @@ class Tree:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        lines = record.read_text().splitlines() if record.exists() else []
+        lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
         for name, seconds in map(json.loads, lines):
             result.first_s = seconds if result.first_s is None else result.first_s
             result.tests.append(name)

@@ -451,7 +451,7 @@ def _make_folder(folder: Path) -> None:
 def _write_token(settings: Settings, admin_token: str) -> None:
     token = settings.socket_dir / ADMIN_TOKEN_FILE
     descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(admin_token)
 
 

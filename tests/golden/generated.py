@@ -58,7 +58,7 @@ def modules_section() -> str:
 
 def architecture() -> str:
     """Return ARCHITECTURE.md with the list of modules regenerated."""
-    before, _, rest = MAP.read_text().partition(BEGIN)
+    before, _, rest = MAP.read_text(encoding="utf-8").partition(BEGIN)
     return before + BEGIN + "\n" + modules_section() + "\n" + END + rest.partition(END)[2]
 
 
@@ -83,10 +83,12 @@ def metrics_page() -> str:
 
 def troubleshooting() -> str:
     """Return docs/troubleshooting.md with its last table, the alerts' runbooks, regenerated."""
-    groups = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text(encoding="utf-8"))[
+        "groups"
+    ]
     rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     rows = [f"| {rule['alert']} | {rule['annotations']['runbook']} |" for rule in rules]
-    before = TROUBLE.read_text().partition(ALERTS)[0]
+    before = TROUBLE.read_text(encoding="utf-8").partition(ALERTS)[0]
     return "\n".join([before + ALERTS, "| alert | what to do |", "| --- | --- |", *rows]) + "\n"
 
 
@@ -174,11 +176,11 @@ def _summary(path: Path) -> str:
 
 def main() -> None:
     """Write all generated files."""
-    OPENAPI.write_text(json.dumps(openapi(), indent=2, sort_keys=True) + "\n")
-    METRICS.write_text(metrics_page())
-    MAP.write_text(architecture())
-    REFERENCE.write_text(reference())
-    TROUBLE.write_text(troubleshooting())
+    OPENAPI.write_text(json.dumps(openapi(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    METRICS.write_text(metrics_page(), encoding="utf-8")
+    MAP.write_text(architecture(), encoding="utf-8")
+    REFERENCE.write_text(reference(), encoding="utf-8")
+    TROUBLE.write_text(troubleshooting(), encoding="utf-8")
 
 
 if __name__ == "__main__":

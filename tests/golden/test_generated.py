@@ -40,7 +40,7 @@ def promise(schema: Any) -> Any:
 
 
 def test_openapi() -> None:
-    stored = json.loads(OPENAPI.read_text())
+    stored = json.loads(OPENAPI.read_text(encoding="utf-8"))
     now = openapi()
     assert promise(now["paths"]) == promise(stored["paths"]), STALE
     assert promise(now["components"]["schemas"]) == promise(stored["components"]["schemas"]), STALE
@@ -64,23 +64,27 @@ def test_every_reference_is_there() -> None:
 
 
 def test_metrics_page() -> None:
-    assert METRICS.read_text() == metrics_page(), STALE
+    assert METRICS.read_text(encoding="utf-8") == metrics_page(), STALE
 
 
 def test_troubleshooting_has_every_alerts_runbook() -> None:
-    assert TROUBLE.read_text() == troubleshooting(), STALE
+    assert TROUBLE.read_text(encoding="utf-8") == troubleshooting(), STALE
 
 
 def test_reference() -> None:
-    assert REFERENCE.read_text() == reference(), STALE
+    assert REFERENCE.read_text(encoding="utf-8") == reference(), STALE
 
 
 def test_architecture_lists_every_module() -> None:
-    assert MAP.read_text() == architecture(), STALE
+    assert MAP.read_text(encoding="utf-8") == architecture(), STALE
 
 
 def test_each_row_of_the_map_names_at_most_five_files_that_exist() -> None:
-    section = MAP.read_text().partition("## I want to add ...")[2].partition("## Modules")[0]
+    section = (
+        MAP.read_text(encoding="utf-8")
+        .partition("## I want to add ...")[2]
+        .partition("## Modules")[0]
+    )
     rows = [line for line in section.splitlines() if line.startswith(("| a ", "| an "))]
     assert len(rows) > 5
     for row in rows:
@@ -90,7 +94,11 @@ def test_each_row_of_the_map_names_at_most_five_files_that_exist() -> None:
 
 
 def test_the_ways_of_a_store_and_a_lookup_name_modules_that_exist() -> None:
-    ways = MAP.read_text().partition("\n## One store\n")[2].partition("## I want to add ...")[0]
+    ways = (
+        MAP.read_text(encoding="utf-8")
+        .partition("\n## One store\n")[2]
+        .partition("## I want to add ...")[0]
+    )
     heads = re.findall(r"^\d+\. ([^:]*): ", ways, re.MULTILINE)
     named = [name for head in heads for name in re.findall(r"`([^`]+)`", head)]
     assert len(named) > 50

@@ -70,9 +70,6 @@ UNPICKLERS = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle"})
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
 
 
-pytestmark = pytest.mark.realtime("parses every module")
-
-
 class Source(NamedTuple):
     """One module's text and its tree."""
 
@@ -165,6 +162,19 @@ def test_who_catches_everything() -> None:
     }
     found = {name: places for name, places in lines.items() if places}
     assert found == {}, "name the exceptions, or argue for the file in CATCH_ALL_ALLOWED"
+
+
+def test_files_are_utf_8_whatever_the_locale_is() -> None:
+    found = [
+        f"{name}:{node.lineno}"
+        for name, source in sources(tests=False).items()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("read_text", "write_text")
+        and "encoding" not in {each.arg for each in node.keywords}
+    ]
+    assert found == [], "give an encoding"
 
 
 def test_nothing_is_left_unfinished() -> None:

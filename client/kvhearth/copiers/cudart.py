@@ -417,7 +417,7 @@ class Cudart:
         self._slow.cudaDriverGetVersion(ctypes.byref(version))
         text = f"{self._torch.cuda.get_device_name(index)}, CUDA {version.value}"
         with contextlib.suppress(OSError):
-            text += f", driver {_DRIVER_VERSION.read_text().strip()}"
+            text += f", driver {_DRIVER_VERSION.read_text(encoding='utf-8').strip()}"
         return text
 
     def numa_node(self, index: int) -> int:
@@ -431,7 +431,7 @@ class Cudart:
 def numa_node_of(bus_id: str, devices: Path = _PCI_DEVICES) -> int:
     """Return the NUMA node of a PCI device such as ``0000:3B:00.0``, -1 if it is unknown."""
     try:
-        return max(int((devices / bus_id.lower() / "numa_node").read_text()), -1)
+        return max(int((devices / bus_id.lower() / "numa_node").read_text(encoding="utf-8")), -1)
     except (OSError, ValueError):
         return -1
 

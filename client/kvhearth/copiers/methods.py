@@ -160,7 +160,7 @@ def save_rates(path: Path, identity: str, rates: Rates) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.write_text(json.dumps(kept))
+        part.write_text(json.dumps(kept), encoding="utf-8")
         # A reader finds the old file or the new one.
         part.rename(path)
     except OSError as error:

@@ -78,7 +78,7 @@ def build(target: Path = LIBRARY) -> Path:
         *(str(source) for source in sorted(SOURCES.glob("*.c"))),
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
             raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr}")
         if done.stderr:

@@ -207,11 +207,11 @@ class Engine:
 def main() -> None:
     """Answer, report, wait to be ended."""
     name, directory = sys.argv[1], Path(sys.argv[2])
-    plan = json.loads((directory / "plan.json").read_text())
+    plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
     logits, report = Engine(plan, name, directory).answer()
     np.save(directory / f"{name}.npy", logits)
     unfinished = directory / f"{name}.json.part"
-    unfinished.write_text(json.dumps(report))
+    unfinished.write_text(json.dumps(report), encoding="utf-8")
     unfinished.rename(directory / f"{name}.json")
     sys.stdin.buffer.read()  # ends with run.py, however that ends
 

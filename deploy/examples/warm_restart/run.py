@@ -164,7 +164,7 @@ class Demo:
             "tokens": args.tokens,
             "answer_tokens": ANSWER_TOKENS,
         }
-        (directory / "plan.json").write_text(json.dumps(plan))
+        (directory / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
     def start_daemon(self) -> subprocess.Popen[bytes]:
         """Start the daemon and wait until it takes connections."""
@@ -203,7 +203,7 @@ class Demo:
                 raise DemoError(f"the {name} engine did not answer within {ENGINE_TIMEOUT_S:g} s")
             time.sleep(POLL_S)
         logits = np.load(self._directory / f"{name}.npy")
-        return report.Run(json.loads(result.read_text()), logits), engine
+        return report.Run(json.loads(result.read_text(encoding="utf-8")), logits), engine
 
     def damage(self, extent: dict[str, int]) -> None:
         """Flip bytes in the middle of one block, in the arena's file, unknown to the daemon."""
@@ -215,7 +215,11 @@ class Demo:
             arena[part] = bytes(byte ^ 0xFF for byte in arena[part])
 
     def _give_up(self, problem: str, log_name: str) -> NoReturn:
-        tail = (self._directory / log_name).read_text(errors="replace").splitlines()[-15:]
+        tail = (
+            (self._directory / log_name)
+            .read_text(errors="replace", encoding="utf-8")
+            .splitlines()[-15:]
+        )
         raise DemoError(f"{problem}; its last words:\n  " + "\n  ".join(tail))
 
 
@@ -310,14 +314,14 @@ def arena_parent(args: argparse.Namespace) -> tuple[Path, str]:
     if args.arena_dir is not None:
         return args.arena_dir, "as asked for"
     needed = memory_bytes(args) + SLAB_BYTES  # journal and catalogue lie there too
-    for line in Path("/proc/mounts").read_text().splitlines():
+    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
         _, mount, kind, *_ = line.split()
         if kind != "hugetlbfs" or not os.access(mount, os.W_OK):
             continue
         room = os.statvfs(mount)
         if room.f_bsize != HUGEPAGE_BYTES:
             continue
-        pages = int(FREE_HUGEPAGES.read_text())
+        pages = int(FREE_HUGEPAGES.read_text(encoding="utf-8"))
         if room.f_blocks:  # 0 without a size= option: all free pages are then its room
             pages = min(pages, room.f_bavail)
         if pages * HUGEPAGE_BYTES >= needed:

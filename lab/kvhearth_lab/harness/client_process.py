@@ -121,7 +121,7 @@ class Client:
         """Wait until the process is stopped; False if it is not by then."""
         end = time.monotonic() + timeout_s
         while self.alive and time.monotonic() < end:
-            text = Path(f"/proc/{self.process.pid}/stat").read_text()
+            text = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
             if text.rpartition(")")[2].split()[0] == "T":
                 return True
             time.sleep(0.01)
@@ -155,7 +155,11 @@ class Client:
 
     def log_tail(self, lines: int = 40) -> str:
         """Return the end of its log."""
-        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        text = (
+            self.log_path.read_text(errors="replace", encoding="utf-8")
+            if self.log_path.exists()
+            else ""
+        )
         return "\n".join(text.splitlines()[-lines:])
 
     def _reap(self) -> None:

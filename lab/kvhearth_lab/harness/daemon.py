@@ -299,7 +299,11 @@ class Daemon:
 
     def log_text(self) -> str:
         """Return the output of all starts."""
-        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return (
+            self.log_path.read_text(errors="replace", encoding="utf-8")
+            if self.log_path.exists()
+            else ""
+        )
 
     def log_tail(self, lines: int = 30) -> str:
         """Return the end of the log, for messages."""
@@ -378,7 +382,7 @@ class Daemon:
     def children(self) -> list[int]:
         """Return the processes that it started."""
         with contextlib.suppress(OSError):
-            text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+            text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="utf-8")
             return [int(word) for word in text.split()]
         return []
 
@@ -392,13 +396,13 @@ class Daemon:
         """Return the resident memory of the process, or one that it started, without the shared
         arena.
         """
-        status = Path(f"/proc/{pid or self.pid}/status").read_text()
+        status = Path(f"/proc/{pid or self.pid}/status").read_text(encoding="utf-8")
         found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         return sum(int(found[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024
 
     def anonymous_bytes(self) -> int:
         """Return the private memory without a file, which grows with the index."""
-        text = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
+        text = Path(f"/proc/{self.pid}/smaps_rollup").read_text(encoding="utf-8")
         line = next(line for line in text.splitlines() if line.startswith("Anonymous:"))
         return int(line.split()[1]) * 1024
 
@@ -407,7 +411,7 @@ class Daemon:
         nanoseconds = 0
         for task in Path(f"/proc/{self.pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                nanoseconds += int((task / "schedstat").read_text().split()[0])
+                nanoseconds += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
         return nanoseconds / 1e9
 
 
@@ -417,7 +421,7 @@ def failures_since(log_path: Path, offset: int) -> tuple[list[str], int]:
     """
     if not log_path.exists():
         return [], 0
-    with log_path.open(errors="replace") as log:
+    with log_path.open(errors="replace", encoding="utf-8") as log:
         log.seek(offset)
         lines, size = log.read().splitlines(), log.tell()
     found: list[str] = []

@@ -201,7 +201,7 @@ class Commander:
             now = (found.st_mtime_ns, found.st_ino)
             if now == self._read_at:
                 return False
-            said: dict[str, Any] = json.loads(self._path.read_text())
+            said: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
         self._read_at = now

@@ -94,8 +94,8 @@ class RemoteServer:
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         who = {"name": "kit", "credentials": credentials, "actions": actions}
         config, secret_file = self._folder / "s3.json", self._folder / "secret"
-        config.write_text(json.dumps({"identities": [who]}))
-        secret_file.write_text("\n".join(_KEYS) + "\n")
+        config.write_text(json.dumps({"identities": [who]}), encoding="utf-8")
+        secret_file.write_text("\n".join(_KEYS) + "\n", encoding="utf-8")
         secret_file.chmod(0o600)
         parts = zip(("s3", "master", "volume", "filer"), self._ports, strict=True)
         command = [

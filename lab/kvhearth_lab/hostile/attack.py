@@ -239,7 +239,7 @@ class Attacker:
                     self._said.put("started")
         self._process.wait()
         if not self._killed:
-            text = self._log.read_text(errors="replace")[-_SHOWN_CHARS:]
+            text = self._log.read_text(errors="replace", encoding="utf-8")[-_SHOWN_CHARS:]
             self.failure = self.failure or f"ended with {self._process.returncode}: {text}"
         self._said.put("")
 

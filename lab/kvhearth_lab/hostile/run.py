@@ -126,7 +126,7 @@ class Watch:
         while not self._ending.wait(_SAMPLE_S):
             self.memory.append((time.monotonic(), *self.now()))
             with contextlib.suppress(OSError):
-                text = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
+                text = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="utf-8")
                 self.waits.append((time.monotonic(), int(text.split()[1]) / 1e9))
 
     def _ask(self) -> None:
@@ -303,7 +303,7 @@ class _Door:
         for tenant in ("a", "b"):
             token = new_token()
             add_token(folder / "tokens.yaml", Identity(tenant, tenant), token)
-            self.token_file(tenant).write_text(token)
+            self.token_file(tenant).write_text(token, encoding="utf-8")
 
     @property
     def settings(self) -> dict[str, object]:

@@ -105,7 +105,7 @@ def recorded(path: Path) -> list[Plan]:
     """
     worlds: dict[int, tuple[dict[str, Any], list[Step]]] = {}
     try:
-        for text in path.read_text().splitlines():
+        for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             if "shape" in line:
                 worlds[line["world"]] = (line, [])
@@ -134,7 +134,7 @@ class StepLog:
 
     def __init__(self, path: Path | None) -> None:
         try:
-            self._file: IO[str] | None = None if path is None else path.open("w")
+            self._file: IO[str] | None = None if path is None else path.open("w", encoding="utf-8")
         except OSError as error:
             raise KVHearthError(
                 Reason.CONFIG_INVALID, f"--log {path} cannot be written: {error.strerror}"

@@ -242,7 +242,7 @@ class Scenario:
     def orders(self, **said: Any) -> None:
         """Command the drive; without arguments it behaves normally again."""
         fresh = self.places.orders.with_suffix(".new")
-        fresh.write_text(json.dumps(said))
+        fresh.write_text(json.dumps(said), encoding="utf-8")
         fresh.replace(self.places.orders)
 
     def drive_faulted(self) -> None:

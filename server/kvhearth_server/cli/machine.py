@@ -259,6 +259,6 @@ class Machine:
 
 def _read(path: Path) -> str:
     """Return a file's text without surrounding blanks; empty if it cannot be read."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text().strip()
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
     return ""

@@ -195,7 +195,7 @@ def init_key(
     key = secrets.token_hex(_KEY_BYTES)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(key + "\n")
             file.flush()
             os.fsync(descriptor)

@@ -233,7 +233,7 @@ class KernelMemory:
 
     def _text(self, relative: str) -> str | None:
         try:
-            return (self._root / relative).read_text().strip()
+            return (self._root / relative).read_text(encoding="utf-8").strip()
         except OSError:
             return None
 

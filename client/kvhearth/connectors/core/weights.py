@@ -142,7 +142,7 @@ def _store() -> Path:
 
 def _load() -> dict[str, str]:
     try:
-        data = json.loads(_store().read_text())
+        data = json.loads(_store().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     if not isinstance(data, dict):
@@ -157,7 +157,7 @@ def _save(kept: dict[str, str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(some))
+        part.write_text(json.dumps(some), encoding="utf-8")
         part.rename(path)
     except OSError as error:
         log_event(

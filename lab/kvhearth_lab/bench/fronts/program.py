@@ -87,7 +87,7 @@ def main(make: Make, absent: Absent) -> None:
     parser.add_argument("--ssd", action="store_true")
     parser.add_argument("--absent", action="store_true")
     options = parser.parse_args()
-    with os.fdopen(os.dup(1), "w") as answer:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
         os.dup2(2, 1)
         found = _without_daemon(options, absent) if options.absent else _run(options, make, answer)
         print(json.dumps(found), file=answer, flush=True)

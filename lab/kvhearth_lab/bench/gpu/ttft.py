@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def _engine(job: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Run one engine and return its report; a late one is killed, and its lines so far count."""
     command = [sys.executable, "-m", ENGINE, json.dumps(job), str(os.getpid())]
     began_s = time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+    text = partial(tempfile.TemporaryFile, "w+", encoding="utf-8")
+    with text() as out, text() as errors:
         child = subprocess.Popen(command, stdout=out, stderr=errors, env=clean_environment())
         try:
             code: int | str = child.wait(max(seconds, _END_S))

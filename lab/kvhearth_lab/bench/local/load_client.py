@@ -29,7 +29,7 @@ def crowd(url: str, seed: bytes, blocks: int, seconds: float) -> float:
             words = [url, seed.hex(), str(number), str(blocks), str(seconds)]
             command = [sys.executable, "-m", "kvhearth_lab.bench.local.load_client", *words]
             client = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
             )
             undo.callback(end_child, client)
             clients.append(client)

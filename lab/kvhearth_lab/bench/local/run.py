@@ -83,7 +83,9 @@ def _start(memory_bytes: int) -> tuple[float, float]:
     with served(memory=memory_bytes) as daemon:
         seconds = daemon.ready()["seconds"]
         # Unlike the sum over its threads, this has those that ended.
-        fields = Path(f"/proc/{daemon.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{daemon.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        )
     ticks = int(fields[_UTIME]) + int(fields[_UTIME + 1])
     return ticks / os.sysconf("SC_CLK_TCK"), seconds
 

@@ -35,7 +35,7 @@ class _Scraper:
     def __init__(self, address: str) -> None:
         command = [sys.executable, "-m", "kvhearth_lab.bench.local.scrapes", address]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
         )
 
     def begin(self, word: str) -> None:

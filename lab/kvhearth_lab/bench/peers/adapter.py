@@ -87,7 +87,9 @@ def check_installed(python: Path) -> None:
     """
     note = python.parent.parent / _NOT_INSTALLED
     if note.exists():
-        raise PeerFailed(f"not installed: {reason_of(note.read_text(errors='replace'))}")
+        raise PeerFailed(
+            f"not installed: {reason_of(note.read_text(errors='replace', encoding='utf-8'))}"
+        )
     if not os.access(python, os.X_OK):
         raise PeerFailed(f"no interpreter at {python}")
 
@@ -238,7 +240,7 @@ class Adapter:
         return PeerFailed(f"its adapter ended with {self._process.returncode}: {self._said()}")
 
     def _said(self) -> str:
-        return reason_of(self._log_path.read_text(errors="replace"))
+        return reason_of(self._log_path.read_text(errors="replace", encoding="utf-8"))
 
 
 def interpreters(given: Mapping[str, Path | None]) -> tuple[dict[str, Path], dict[str, str]]:

@@ -248,7 +248,8 @@ def hugepages_free() -> int:
     path = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
     try:
         free, reserved = (
-            int((path / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
+            int((path / name).read_text(encoding="utf-8"))
+            for name in ("free_hugepages", "resv_hugepages")
         )
     except OSError:
         return 0

@@ -67,7 +67,7 @@ class FarEnd:
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         assert self._child.stdout is not None
         port = self._child.stdout.readline().strip()

@@ -37,7 +37,9 @@ def storm(url: str, clients: int) -> Iterator[None]:
         clients: number of clients.
     """
     command = [sys.executable, "-m", __name__, url, str(clients)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+    )
     try:
         assert child.stdout is not None
         if not child.stdout.readline():

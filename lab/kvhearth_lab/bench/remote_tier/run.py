@@ -170,7 +170,7 @@ class Plain:
     def __init__(self, url: str, size: int) -> None:
         command = [sys.executable, "-m", f"{__package__}.plain", url, str(size), str(BATCH)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
         )
 
     def run(self, what: str) -> tuple[float, float]:

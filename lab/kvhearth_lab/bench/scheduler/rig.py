@@ -254,7 +254,7 @@ class Rig:
     def _vllm_config(self, folder: Path) -> VllmConfig:
         model = folder / "model"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
+        (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         model_config = ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="bfloat16")
         cache_config = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
         made = VllmConfig(
@@ -437,7 +437,7 @@ def serve(folder: Path, requests: Any, answer: Callable[[Any], None]) -> None:
 def main() -> None:
     """Run with the folder from the command line."""
     # vLLM logs to stdout; the answers must be alone there.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def answer(said: Any) -> None:

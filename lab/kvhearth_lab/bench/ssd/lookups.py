@@ -118,7 +118,9 @@ def _until(true: Callable[[], bool], problem: str) -> None:
 @contextlib.contextmanager
 def _writer(daemon: Served) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", __name__, daemon.client_url, secrets.token_hex(16)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+    )
     try:
         assert child.stdout is not None
         if child.stdout.readline().strip() != "ready":

@@ -111,7 +111,7 @@ def drop_caches(folder: Path) -> str:
     """Drop ``folder`` from the page cache; returns the method."""
     os.sync()
     try:
-        _DROP_CACHES.write_text("3")
+        _DROP_CACHES.write_text("3", encoding="utf-8")
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
             raise

@@ -544,7 +544,7 @@ class Course:
 
 def free_bytes() -> int:
     """Return the memory available without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     found = dict(line.split(":", 1) for line in lines)
     return int(found["MemAvailable"].split()[0]) * 1024
 

@@ -39,7 +39,7 @@ def session_pids(session: int) -> list[int]:
         if not path.name.isdecimal():
             continue
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if parse_session((path / "stat").read_text()) == session:
+            if parse_session((path / "stat").read_text(encoding="utf-8")) == session:
                 found.append(int(path.name))
     return found
 
@@ -51,7 +51,7 @@ def cpu_s(pids: Sequence[int]) -> float:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    nanoseconds += int((task / "schedstat").read_text().split()[0])
+                    nanoseconds += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
     return nanoseconds / 1e9
 
 
@@ -88,7 +88,7 @@ class ProcessTree:
 
     def said(self) -> str:
         """Return its output."""
-        return self._log_path.read_text(errors="replace")
+        return self._log_path.read_text(errors="replace", encoding="utf-8")
 
     def end(self) -> None:
         """Stop it; kill remaining processes after a while."""

@@ -124,7 +124,7 @@ def pages_behind(memory: U8, kind: str) -> str:
     if kind == "2MiB":
         return kind
     address, inside, huge = int(memory.ctypes.data), False, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         word = line.split(maxsplit=1)[0]
         if "-" in word and not word.endswith(":"):
             start, end = (int(part, 16) for part in word.split("-"))
@@ -327,7 +327,7 @@ class Child:
     def check(self) -> None:
         """Raise RuntimeError if the process ended."""
         if self._process.poll() is not None:
-            said = self._log_path.read_text(errors="replace")[-_LOG_SHOWN_CHARS:]
+            said = self._log_path.read_text(errors="replace", encoding="utf-8")[-_LOG_SHOWN_CHARS:]
             sys.stderr.write(said)
             last = said.strip().rpartition("\n")[2]
             raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {last}")
@@ -469,7 +469,7 @@ def _load(path: Path) -> Peer:
 def main() -> None:
     """Run with the peer's file and a folder from the command line."""
     # Libraries print to stdout; the answers must be alone there.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def answer(said: Any) -> None:

@@ -32,7 +32,12 @@ class Peer(WirePeer):
         self.children.append(Child(config.folder, "redis-server", command, env))
         self.children[0].wait_port(self._port)
         said = subprocess.run(
-            [server, "--version"], env=env, capture_output=True, text=True, check=True, timeout=10
+            [server, "--version"],
+            env=env,
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
+            timeout=10,
         )
         return {
             "versions": {

@@ -194,7 +194,7 @@ def _open(url: RemoteUrl, time_s: float) -> Any:
     if url.ca:
         client["root_certificate"] = Path(url.ca).read_bytes()
     retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=time_s)}
-    secret = Path(url.secret_file).read_text("utf-8").split() if url.secret_file else []
+    secret = Path(url.secret_file).read_text(encoding="utf-8").split() if url.secret_file else []
     options: Any = {"client_options": client, "retry_config": retry}
     if url.scheme == "s3":
         return _open_s3(url, secret, options)

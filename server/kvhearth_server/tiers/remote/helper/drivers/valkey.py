@@ -228,7 +228,9 @@ def outcome_of(error: exceptions.GlideError) -> Outcome:
 def _options(url: RemoteUrl) -> tuple[dict[str, Any], TlsAdvancedConfiguration | None]:
     """Return the options of every client, and those of TLS."""
     try:
-        secret = Path(url.secret_file).read_text("utf-8").strip() if url.secret_file else ""
+        secret = (
+            Path(url.secret_file).read_text(encoding="utf-8").strip() if url.secret_file else ""
+        )
         ca = Path(url.ca).read_bytes() if url.ca else None
         cert = Path(url.cert).read_bytes() if url.cert else None
         key = Path(url.key).read_bytes() if url.key else None
