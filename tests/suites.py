@@ -1,7 +1,7 @@
 """Runs a suite in fixed shards and looks twice at what failed.
 
-Usage: ``python tests/suites.py SUITE [pytest's arguments]``. The number of shards is ``TEST_JOBS``,
-by default 2.
+Usage: ``python tests/suites.py SUITE [pytest's arguments]``. The number of shards is ``TEST_JOBS``;
+by default 2, or 1 where ``/dev/shm`` has no room for two daemons (docker's 64 MiB).
 
 - The files of a suite are divided by ``tests/weights.json`` (seconds a file), not by who is free:
   the same files share a process, in the same order, in every run on every machine. A file that the
@@ -9,6 +9,8 @@ by default 2.
 - Files that change the machine run after the shards, in a process of their own.
 - Each test that failed runs once more, alone in a fresh process. If it passes then, it is printed
   as ``FLAKY name``, and more than three of those fail the run; else as ``FAILED name``.
+- Nothing bounds how long a test takes, since machines differ. The slowest files are told at the
+  end: a file whose ratio to its weight is well above the whole suite's has become slower.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,9 @@ TESTS = Path(__file__).resolve().parent
 WEIGHTS = TESTS / "weights.json"
 FLAKY_MAX = 3
 ENDED_S = 10.0
+SLOW_SHOWN = 10
+ROOM_BYTES = 256 << 20
+"""A daemon of a test takes up to 60 MiB of `/dev/shm`, a file of tests one or two daemons."""
 LOOKED_AT_MAX = 20
 """Most tests that get a second look: with more, the change is broken, not the tests."""
 
@@ -74,7 +80,9 @@ PURE = ("contract", "golden", "property", "unit")
 
 
 def files_of(suite: str) -> list[str]:
-    """Return the files of a suite, relative to ``tests``, in the order of their names."""
+    """Return the files of a suite, relative to ``tests`` or from ``lab`` on, in the order of their
+    names.
+    """
     found = {
         f"{folder}/{path.name}": folder
         for folder in (*PURE, "integration", "sim")
@@ -88,8 +96,14 @@ def files_of(suite: str) -> list[str]:
         "system": set(found) - default,
         "slow": {name for name in found if "mark.slow" in (TESTS / name).read_text()},
         "floors": unit | {"integration/test_floors.py"},
+        "lab": {f"lab/tests/{path.name}" for path in TESTS.parent.glob("lab/tests/test_*.py")},
     }
     return sorted(suites[suite])
+
+
+def path_of(name: str) -> str:
+    """Return the path of a file of a suite, or of a test in it, for pytest."""
+    return name if name.startswith(("tests/", "lab/")) else f"tests/{name}"
 
 
 def shards_of(files: list[str], weights: dict[str, float], count: int) -> list[list[str]]:
@@ -167,6 +181,22 @@ class Shard:
         return recorder
 
 
+def slowest(seconds: Counter[str], weights: dict[str, float]) -> list[str]:
+    """Return a table of the files that took longest, beside what they took when measured."""
+    known = {name: weights[name] for name in seconds if name in weights}
+    rows = [(seconds[name], weights.get(name), name) for name, _ in seconds.most_common(SLOW_SHOWN)]
+    rows.append((sum(seconds[name] for name in known), sum(known.values()), "all that are weighed"))
+    lines = ["seconds  weight   ratio"]
+    for taken, weight, name in rows:
+        told = (
+            f"{weight:7.1f} {taken / max(weight, 0.1):7.1f}"
+            if weight is not None
+            else f"{'new':>15}"
+        )
+        lines.append(f"{taken:7.1f} {told}  {name}")
+    return lines
+
+
 def second_look(failed: list[str], words: list[str]) -> tuple[list[str], list[str]]:
     """Run each test alone; return those that pass now and those that fail again."""
     flaky, twice = [], []
@@ -175,7 +205,7 @@ def second_look(failed: list[str], words: list[str]) -> tuple[list[str], list[st
             twice.append(name)
             continue
         print(f"== once more, alone: {name}", flush=True)
-        command = [sys.executable, "-m", "pytest", f"tests/{name.removeprefix('tests/')}", *words]
+        command = [sys.executable, "-m", "pytest", path_of(name), *words]
         ended = subprocess.run(command, cwd=TESTS.parent, check=False)
         (twice if ended.returncode else flaky).append(name)
     return flaky, twice
@@ -185,19 +215,20 @@ def run_suite(suite: str, words: list[str], *, measure: bool) -> int:
     """Run a suite and print what became of it."""
     begin = time.monotonic()
     table = json.loads(WEIGHTS.read_text()) if WEIGHTS.exists() else {}
-    jobs = max(1, int(os.environ.get("TEST_JOBS") or 2))
+    roomy = shutil.disk_usage("/dev/shm").free >= ROOM_BYTES
+    jobs = max(1, int(os.environ.get("TEST_JOBS") or 1 + roomy))
     files = files_of(suite)
     together = [name for name in files if name not in ALONE]
     parts = shards_of(together, table.get(suite, {}), jobs)
-    alone = [f"tests/{name}" for name in files if name in ALONE]
+    alone = [path_of(name) for name in files if name in ALONE]
     with tempfile.TemporaryDirectory(prefix="kvh-tests-") as folder:
-        paths = [[f"tests/{name}" for name in part] for part in parts]
+        paths = [[path_of(name) for name in part] for part in parts]
         shards = [Shard(number, folder, [*words, *part]) for number, part in enumerate(paths, 1)]
         found = [shard.end() for shard in shards]
         if alone:
             found.append(Shard(jobs + 1, folder, [*words, *alone]).end())
+    seconds = sum((one.seconds for one in found), Counter())
     if measure:
-        seconds = sum((one.seconds for one in found), Counter())
         table[suite] = {name: round(seconds[name], 1) for name in sorted(seconds)}
         WEIGHTS.write_text(json.dumps(table, indent=1) + "\n")
     flaky, failed = second_look([name for one in found for name in one.names("failed")], words)
@@ -206,6 +237,7 @@ def run_suite(suite: str, words: list[str], *, measure: bool) -> int:
     for kind, names in (("FLAKY", flaky), ("FAILED", failed)):
         for name in names:
             print(kind, name)
+    print(*slowest(seconds, table.get(suite, {})), sep="\n")
     passed = sum(len(one.names("passed")) for one in found) + len(flaky)
     skipped = sum(len(one.names("skipped")) for one in found)
     print(f"{suite}: {time.monotonic() - begin:.0f} s, {len(flaky)} flaky")
@@ -219,7 +251,7 @@ def main() -> int:
         return run_shard(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("suite", choices=("default", "system", "slow", "floors"))
+    parser.add_argument("suite", choices=("default", "system", "slow", "floors", "lab"))
     parser.add_argument("--measure", action="store_true", help="write the suite's weights anew")
     given, words = parser.parse_known_args()
     return run_suite(given.suite, words, measure=given.measure)

@@ -24,7 +24,7 @@ from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY
 from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 LAYERS, PAGES, BLOCK_TOKENS, HEAD_BYTES = 8, 64, 16, 1024
 PAGE_BYTES = LAYERS * BLOCK_TOKENS * HEAD_BYTES

@@ -13,7 +13,7 @@ from kvhearth.copiers import kernels
 from kvhearth.copiers.kernels.xxh3 import checksums
 from kvhearth.model import checksum_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 SHARDS, PARTS, RUN_BYTES = 24, 8, 32 << 10
 

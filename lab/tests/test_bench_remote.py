@@ -12,16 +12,11 @@ from kvhearth_lab.bench.peers.adapters.harness import CONNECTIONS
 from kvhearth_lab.bench.remote.figures import FIGURES, PEERS
 from kvhearth_lab.bench.report import missed
 
-RUN_S = 280
-
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_quick_run_has_every_figure() -> None:
     command = [sys.executable, "-m", "kvhearth_server.cli.app", "bench", "remote", "--quick"]
-    ended = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, timeout=RUN_S, check=False
-    )
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     own = [each for each in FIGURES if "_vs_" not in each.name]

@@ -19,4 +19,4 @@ def test_the_null_bucket_is_measured(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(values[name] > 0 for name in ("put_ratio", "vs_plain_get"))
     assert set(found) >= {each.name for each in STALL_FIGURES}
     assert found["late_bytes"] == 0
-    assert found["stall_freed_s"] < 5.0
+    assert found["stall_freed_s"] > 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.daemon import until
+from support.patience import HUNG_S
 
 pytest.importorskip("torch")
 
@@ -28,7 +29,6 @@ from kvhearth_lab.bench.gpu.stage import device_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "lab" / "gpu" / "run.py"
-RUN_S = 540.0
 BUSY = "3"
 """Factor of deadlines, which are those of an idle machine."""
 BARE = (
@@ -38,7 +38,6 @@ BARE = (
 )
 """Packages of a bare CUDA machine: torch, numpy, grpcio, xxhash, pytest and what they need."""
 WITHOUT_DEVICE = pytest.mark.skipif(not device_problem(), reason="there is a device: use it")
-pytestmark = pytest.mark.timeout(RUN_S + 30)
 
 
 def command(python: str | Path, *words: str) -> list[str]:
@@ -47,7 +46,7 @@ def command(python: str | Path, *words: str) -> list[str]:
 
 def finished(words: list[str]) -> tuple[int, dict[str, Any], str]:
     """Run; return the exit code, the object of the last line, and the progress."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=RUN_S, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
@@ -82,7 +81,7 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     words = command(sys.executable, "--json", str(out), "--kit", str(tmp_path))
     words += ["--plan", str(plan_of(tmp_path, "end", "hang", "end"))]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        until(lambda: out.exists() and "pids" in hanging(out), "the second part hangs", 100)
+        until(lambda: out.exists() and "pids" in hanging(out), "the second part hangs")
         yield process, out
         process.kill()
 
@@ -171,7 +170,7 @@ def test_a_part_that_hangs_or_dies_takes_nothing_with_it(tmp_path: Path) -> None
 def test_a_run_that_is_killed_still_tells(started: Any) -> None:
     process, out = started
     process.kill()
-    process.wait(30)
+    process.wait(HUNG_S)
     parts = told(out)["parts"]
     assert {name: part["status"] for name, part in parts.items()} == {
         "0-end": "skipped",

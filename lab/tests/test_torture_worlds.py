@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from support.patience import HUNG_S
 
 from kvhearth.session.link import attach
 from kvhearth.url import parse_url
@@ -133,7 +134,7 @@ def reported(world: World) -> str:
 
 def until_sealed(world: World, blocks: int) -> None:
     """Waits until so many blocks of each model have been acknowledged."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + HUNG_S
     while late := [c for c in world.clients if len(world.oracle.known(c.model)) < blocks]:
         # Only these clients: otherwise the first one would use up the world's blocks.
         for client in late:
@@ -182,7 +183,7 @@ def test_lost_blocks_of_a_drive_are_found(tmp_path: Path) -> None:
     with a_world(tmp_path, FLEETING, ssd=48 * MIB) as (world, report):
         with world.paused():
             sealed = sum(len(world.oracle.known(c.model)) for c in world.clients)
-            end = time.monotonic() + 20
+            end = time.monotonic() + HUNG_S
             while len(damage.keys_on_disk(world.ssd_dir)) < sealed and time.monotonic() < end:
                 time.sleep(0.05)
             world.kill_daemon()
@@ -281,7 +282,7 @@ def test_a_stall_is_found_unless_it_is_explained(tmp_path: Path) -> None:
             if report.found[STALL]:
                 break
         assert report.found[STALL], report.texts
-        assert 1 < report.longest_stall_s < 60
+        assert report.longest_stall_s > 1
 
 
 def stop_daemon(world: World) -> None:
@@ -324,7 +325,7 @@ def test_bytes_that_a_network_changes_are_found(tmp_path: Path) -> None:
         for index in range(2):
             world.replace(world.clients[index], kill=False, direct=False)
             world.network.relays[index].garble = garble
-        end = time.monotonic() + 20
+        end = time.monotonic() + HUNG_S
         while not report.found[CAUGHT] and time.monotonic() < end:
             world.traffic(0.1)
         assert "only a checksum stopped" in report.texts[0]["text"]

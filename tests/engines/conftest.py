@@ -19,7 +19,6 @@ from engines.harness import (
 from engines.kit import Reference
 from support.daemon import Daemon, free_port, running_daemon
 
-ENGINE_TEST_S = 300
 DAEMON_MEMORY = "256MiB"
 
 
@@ -31,7 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent not in item.path.parents:
             continue
         item.add_marker("engines")
-        item.add_marker(pytest.mark.timeout(ENGINE_TEST_S))
         home, target = (LMCACHE, "lmcache") if "lmcache" in item.path.name else (HOME, "engines")
         if "sglang" not in item.path.name and not (home / ".ready").exists():
             item.add_marker(pytest.mark.skip(reason=f"needs an environment: make test-{target}"))

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 from support.daemon import Daemon
 from support.nursery import Child, Nursery
+from support.patience import HUNG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = Path(os.environ.get("KVHEARTH_ENGINES_HOME", ROOT / ".venv-engines"))
@@ -29,8 +30,7 @@ HOME = Path(os.environ.get("KVHEARTH_ENGINES_HOME", ROOT / ".venv-engines"))
 PYTHON = HOME / "bin" / "python"
 LMCACHE = Path(os.environ.get("KVHEARTH_LMCACHE_HOME", ROOT / ".venv-lmcache"))
 """The environment of LMCache's daemon."""
-LOAD_S = 180.0
-ANSWER_S = 120.0
+LOAD_S = ANSWER_S = HUNG_S
 MIB = 1 << 20
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -184,7 +184,7 @@ def end_tree(pid: int) -> None:
     for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    psutil.wait_procs(family[1:], timeout=20)
+    psutil.wait_procs(family[1:], timeout=HUNG_S)
 
 
 class Logged:

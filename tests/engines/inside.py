@@ -50,7 +50,7 @@ except ImportError:  # before 0.33, where the groups are no argument
 
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 KV_BYTES = 64 << 20
-READY_S = 20.0
+READY_S = 300.0
 
 
 def answer(

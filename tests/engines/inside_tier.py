@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 CHUNKS = 12
 CHUNK_BYTES = 4 << 20
 PRIMARY_CHUNKS = 16
-WAIT_S = 60.0
+WAIT_S = 300.0
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(CHUNKS)]
 
 

@@ -18,7 +18,6 @@ LOGPROB_SPREAD = 2e-4
 cache the engine differs from its own prefix cache's answers by up to 1e-5; a wrong block moves
 log-probabilities by more than 0.01.
 """
-SETTLE_S = 60.0
 TOKENS = 12
 
 Answer = dict[str, Any]
@@ -104,7 +103,7 @@ def reserved_bytes(daemon: Daemon) -> int:
 
 def wait_stored(daemon: Daemon, blocks: int) -> None:
     """Wait until the daemon has at least ``blocks`` servable blocks."""
-    until(lambda: servable(daemon) >= blocks, f"{blocks} blocks stored", SETTLE_S)
+    until(lambda: servable(daemon) >= blocks, f"{blocks} blocks stored")
 
 
 def wait_attached(daemon: Daemon, engines: int = 1) -> None:
@@ -117,7 +116,7 @@ def wait_attached(daemon: Daemon, engines: int = 1) -> None:
         ends = ("/-1:attached", "/0:attached")
         return all(sum(each.endswith(end) for each in members) >= engines for end in ends)
 
-    until(here, "the engine attaches", SETTLE_S)
+    until(here, "the engine attaches")
 
 
 def wait_settled(daemon: Daemon) -> None:
@@ -128,7 +127,6 @@ def wait_settled(daemon: Daemon) -> None:
             and servable(daemon) == daemon.stats(check_books=False).blocks
         ),
         "leases come back and checksums are taken",
-        SETTLE_S,
     )
 
 
@@ -142,7 +140,7 @@ def wait_slots(daemon: Daemon) -> None:
         seen.append(reserved_bytes(daemon))
         return len(seen) == seen.maxlen and 0 < seen[0] == seen[-1]
 
-    until(steady, "the engine has slots in hand", SETTLE_S)
+    until(steady, "the engine has slots in hand")
 
 
 def cold(

@@ -23,7 +23,7 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 CHUNK_TOKENS = 16
 CHUNKS = 8
-ANSWER_S = 60.0
+ANSWER_S = 300.0
 
 
 class Engine:

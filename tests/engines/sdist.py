@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-FETCH_S = 600
-
 
 def fetch(version: str, parts: Mapping[str, Path]) -> None:
     """Put folders of a version's source distribution where ``parts`` says; replaces what is there.
@@ -28,7 +26,6 @@ def fetch(version: str, parts: Mapping[str, Path]) -> None:
             words,
             capture_output=True,
             text=True,
-            timeout=FETCH_S,
             check=False,
             env={**os.environ, "TMPDIR": made},
         )

@@ -14,9 +14,9 @@ from typing import Any
 
 from engines.harness import ENVIRONMENT, MIB, PYTHON, Logged, end_tree, model, told
 from support.daemon import Daemon, free_port
+from support.patience import HUNG_S
 
-UP_S = 240.0
-ANSWER_S = 120.0
+UP_S = ANSWER_S = HUNG_S
 NAME = "m"
 
 
@@ -123,7 +123,7 @@ class Server(Logged):
     def reset(self, external: bool = False) -> None:
         """Call ``/reset_prefix_cache``; fail if blocks stay held."""
         path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + HUNG_S
         while True:
             status, text = self.get(path, "POST")
             if status == 200:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.harness import Engine, arguments, connector, running_engine
-from engines.kit import BLOCK_TOKENS, SETTLE_S, prompt, wait_attached, warm, whole_blocks
+from engines.kit import BLOCK_TOKENS, prompt, wait_attached, warm, whole_blocks
 from support.daemon import Daemon, running_daemon, until
 
 LENGTH = 1000
@@ -48,7 +48,7 @@ class Router:
 
     def hears(self, medium: str, count: int) -> list[dict[str, Any]]:
         """Wait until a medium has as many blocks; return the events since the last call."""
-        until(lambda: self.knows(medium, count), f"{count} blocks on {medium}", SETTLE_S)
+        until(lambda: self.knows(medium, count), f"{count} blocks on {medium}")
         events, self.events = self.events, []
         return events
 
@@ -71,7 +71,7 @@ def test_a_subscriber_knows_what_the_daemon_has(tmp_path: Path, logs: Path) -> N
             assert (stored["event"], stored["parent_block_hash"]) == ("BlockStored", None)
             assert stored["token_ids"] == text[: count * BLOCK_TOKENS]
             assert (stored["block_size"], stored["ownership"]) == (BLOCK_TOKENS, "kvhearth")
-            until(lambda: daemon.counters()["demoted_blocks"] == count, "they are saved", SETTLE_S)
+            until(lambda: daemon.counters()["demoted_blocks"] == count, "they are saved")
             evict(daemon, "memory")
             moved = router.hears(STORAGE, count)
             assert not router.blocks[CPU]

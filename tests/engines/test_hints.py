@@ -9,7 +9,6 @@ import pytest
 from engines.harness import arguments, connector, running_engine
 from engines.kit import (
     BLOCK_TOKENS,
-    SETTLE_S,
     Reference,
     prompt,
     same,
@@ -38,7 +37,7 @@ def test_a_retained_prompt_outlives_a_flood(logs: Path, reference: Reference) ->
             engine.one(kept, transfer={"kvhearth_retain_s": 600})
             engine.one(pinned, actions=actions)
             engine.one(control)
-            until(lambda: daemon.stats().retained_blocks == 2 * BLOCKS, "they are kept", SETTLE_S)
+            until(lambda: daemon.stats().retained_blocks == 2 * BLOCKS, "they are kept")
             for number in range(FLOOD):
                 engine.one(prompt(f"flood {number}", LENGTH))
                 wait_settled(daemon)
@@ -64,14 +63,14 @@ def test_a_session_that_goes_on_ends_its_pin(logs: Path) -> None:
     ):
         wait_attached(daemon)
         server.complete(text, session_id="agent-7", kv_transfer_params=hint)
-        until(lambda: daemon.stats().retained_blocks == BLOCKS, "they are kept", SETTLE_S)
+        until(lambda: daemon.stats().retained_blocks == BLOCKS, "they are kept")
         server.complete(text, session_id="agent-8")
         wait_settled(daemon)
         assert daemon.stats().retained_blocks == BLOCKS, "that was another session"
         server.reset()
         found = server.complete([*text, *prompt("next turn", 100)], session_id="agent-7")
         assert found["cached"] == whole_blocks(LENGTH)
-        until(lambda: not daemon.stats().retained_blocks, "the pin has ended", SETTLE_S)
+        until(lambda: not daemon.stats().retained_blocks, "the pin has ended")
         assert daemon.counters()["retained_hit_blocks"] >= BLOCKS - 1
 
 
@@ -90,7 +89,7 @@ def test_a_hint_that_cannot_be_met_changes_no_answer(
         wait_settled(daemon)
         same(warm(engine, text), reference.answer(text), "again")
         names = ("vllm:kvhearth_hints_refused", "vllm:kvhearth_retain_refused")
-        until(lambda: any(engine.metric(name) for name in names), "it is counted", SETTLE_S)
+        until(lambda: any(engine.metric(name) for name in names), "it is counted")
         assert not daemon.stats().retained_blocks
 
 
@@ -105,7 +104,7 @@ def test_a_prefetched_prompt_is_in_memory_before_its_turn(
         with running_engine(logs, **arguments(kv_transfer_config=flag)) as engine:
             wait_attached(daemon)
             engine.one(text)
-            until(lambda: daemon.counters()["demoted_blocks"] >= BLOCKS, "it is saved", SETTLE_S)
+            until(lambda: daemon.counters()["demoted_blocks"] >= BLOCKS, "it is saved")
             (space,) = daemon.operator().namespaces().namespaces
             daemon.operator().evict(space.namespace, 0, "memory")
             engine.reset()

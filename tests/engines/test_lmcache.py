@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from engines.harness import LMCACHE, ROOT
 from support.daemon import Daemon, free_port, running_daemon, until
+from support.patience import HUNG_S
 from support.tiers import flip_stored
 
 from kvhearth_lab.harness.daemon import clean_environment
@@ -22,8 +23,6 @@ CHUNKS = 8
 """Chunks of a prompt, see ``lmcache_engine``."""
 WIDTH = 1024
 CHUNK_BYTES = 16 * WIDTH * 2
-SETTLE_S = 90.0
-END_S = 20.0
 ENVIRONMENT = {
     **clean_environment(),
     "LMCACHE_TRACK_USAGE": "false",
@@ -93,7 +92,7 @@ class Lmcache:
         """Kill the daemon."""
         if self._server is not None:
             self._server.kill()
-            self._server.wait(END_S)
+            self._server.wait(HUNG_S)
 
     def log(self) -> str:
         """Return the end of both logs."""
@@ -106,7 +105,7 @@ class Lmcache:
             assert pipe is not None
             pipe.close()
         self._engine.kill()
-        self._engine.wait(END_S)
+        self._engine.wait(HUNG_S)
         self._log.close()
 
 
@@ -129,7 +128,7 @@ def blocks_of(daemon: Daemon) -> int:
 
 def wait_kept(daemon: Daemon, count: int) -> None:
     """Wait until the daemon has so many blocks."""
-    until(lambda: blocks_of(daemon) >= count, f"{count} blocks are kept", SETTLE_S)
+    until(lambda: blocks_of(daemon) >= count, f"{count} blocks are kept")
 
 
 def test_a_prompt_outlives_both_daemons(lmcache: Lmcache) -> None:
@@ -149,8 +148,8 @@ def test_a_prompt_outlives_both_daemons(lmcache: Lmcache) -> None:
         assert lmcache.ask("load", seed=3) == [CHUNKS, CHUNKS], "from LMCache's own memory"
         lmcache.ask("clear")
         daemon.start()
-        until(lambda: lmcache.ask("load", seed=1) == [CHUNKS, CHUNKS], "it attaches", SETTLE_S)
-        until(lambda: not daemon.stats().leases, "the locks are returned", SETTLE_S)
+        until(lambda: lmcache.ask("load", seed=1) == [CHUNKS, CHUNKS], "it attaches")
+        until(lambda: not daemon.stats().leases, "the locks are returned")
 
 
 def test_flipped_bytes_on_ssd_are_a_miss(lmcache: Lmcache, tmp_path: Path) -> None:
@@ -158,16 +157,14 @@ def test_flipped_bytes_on_ssd_are_a_miss(lmcache: Lmcache, tmp_path: Path) -> No
     with running_daemon(arena=False, **MEMORY, **ssd) as daemon:
         lmcache.start(adapter(daemon.url()))
         assert lmcache.ask("store", seed=1)
-        until(
-            lambda: daemon.counters().get("demoted_blocks", 0) >= CHUNKS, "all are on SSD", SETTLE_S
-        )
+        until(lambda: daemon.counters().get("demoted_blocks", 0) >= CHUNKS, "all are on SSD")
         daemon.kill()
         kv = np.random.default_rng(1).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
         flip_stored(tmp_path / "ssd", kv[5][7000:7064].tobytes())
         daemon.start()
-        until(lambda: daemon.read_back, "the log is read back", SETTLE_S)
+        until(lambda: daemon.read_back, "the log is read back")
         lmcache.ask("clear")
-        until(lambda: lmcache.ask("load", seed=1)[0] > 0, "it attaches", SETTLE_S)
+        until(lambda: lmcache.ask("load", seed=1)[0] > 0, "it attaches")
         lmcache.ask("clear")
         assert lmcache.ask("load", seed=1) == [5, 5], "no more than what is in front of it"
 
@@ -233,11 +230,10 @@ def test_a_lookup_locks_until_all_of_it_is_unlocked() -> None:
                 until(
                     lambda leases=leases: daemon.stats().leases == leases,
                     f"{leases} leases",
-                    SETTLE_S,
                 )
                 child.stdin.write("\n")
                 child.stdin.flush()
-            assert child.wait(SETTLE_S) == 0
+            assert child.wait(HUNG_S) == 0
         daemon.wait_quiet()
 
 
@@ -250,7 +246,7 @@ def test_lmcaches_benchmark_verifies() -> None:
             [*words, "--l2-adapter", adapter(daemon.url())],
             capture_output=True,
             text=True,
-            timeout=SETTLE_S,
+            timeout=HUNG_S,
             check=False,
             env=ENVIRONMENT,
         )

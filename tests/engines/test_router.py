@@ -12,8 +12,6 @@ from engines.kit import BLOCK_TOKENS, wait_attached
 from engines.serving import NAME, running_server, served
 from support.daemon import running_daemon
 
-RUN_S = 200
-
 
 def test_prefixes_are_found_where_they_are(tmp_path: Path, logs: Path) -> None:
     words = [str(PYTHON), str(ROOT / "deploy/examples/router/router.py"), "--json"]
@@ -27,7 +25,7 @@ def test_prefixes_are_found_where_they_are(tmp_path: Path, logs: Path) -> None:
             server = stack.enter_context(running_server(logs, **options))
             wait_attached(daemon)
             words += ["--engine", f"http://127.0.0.1:{server.port}", endpoint]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=RUN_S, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert found["prefix"]["hit_rate"] > found["round_robin"]["hit_rate"] > 0

@@ -50,7 +50,6 @@ POOLS = [
     *((mla_pool, name) for name in ("page_first", "page_first_direct", "layer_first")),
 ]
 MEMORY = "64MiB"
-REPLACED_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +254,7 @@ def test_updated_weights_find_nothing_of_the_old_ones(daemon: Daemon, model: Pat
         assert server.prefetch("old", 8) == (0, [])
         assert server.back_up("old", 8) == 0
         flush(server)
-        until(lambda: server.back_up("new", 8) == 8, "the new namespace is attached", REPLACED_S)
+        until(lambda: server.back_up("new", 8) == 8, "the new namespace is attached")
         assert server.prefetch("new", 8) == (8, [])
         get_context().override("test", weight_version="step-2")
         flush(server)
@@ -287,7 +286,7 @@ def test_an_absent_daemon_is_a_miss_and_one_line(caplog: pytest.LogCaptureFixtur
         lines = [each.message for each in caplog.records if each.name == "kvhearth"]
         assert len(lines) == 1, lines
         own.start()
-        until(lambda: server.back_up("absent", 8) == 8, "the daemon is found", REPLACED_S)
+        until(lambda: server.back_up("absent", 8) == 8, "the daemon is found")
         assert server.prefetch("absent", 8) == (8, [])
 
 
@@ -336,14 +335,14 @@ def test_a_daemon_killed_under_traffic(daemon: Daemon) -> None:
         try:
             for _ in range(4):
                 before = len(kept)
-                until(lambda: len(kept) > before + 1, "stores", REPLACED_S)  # noqa: B023
+                until(lambda: len(kept) > before + 1, "stores")  # noqa: B023
                 own.kill()
                 own.start()
         finally:
             over.set()
             thread.join()
         assert bad == []
-        until(lambda: server.back_up("after", 8) == 8, "it stores again", REPLACED_S)
+        until(lambda: server.back_up("after", 8) == 8, "it stores again")
         assert server.prefetch("after", 8) == (8, [])
 
 

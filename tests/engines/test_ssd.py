@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from engines.harness import Engine, arguments, connector, running_engine
 from engines.kit import (
     BLOCK_TOKENS,
-    SETTLE_S,
     Reference,
     prompt,
     reserved_bytes,
@@ -36,7 +34,7 @@ def from_disk(engine: Engine) -> float:
 def write_back(engine: Engine, daemon: Daemon, reference: Reference) -> None:
     """Runs all prompts for the first time; then all are on SSD, the first of them only there."""
     for number, text in enumerate(TEXTS):
-        until(lambda: reserved_bytes(daemon), "the engine has slots in hand", SETTLE_S)
+        until(lambda: reserved_bytes(daemon), "the engine has slots in hand")
         found = engine.one(text)
         assert found["cached"] == 0
         same(found, reference.answer(text), f"cold {number}")
@@ -44,11 +42,9 @@ def write_back(engine: Engine, daemon: Daemon, reference: Reference) -> None:
         until(
             lambda saved=saved: daemon.counters().get("demoted_blocks", 0) >= saved,
             f"{saved} blocks are on SSD",
-            SETTLE_S,
         )
 
 
-@pytest.mark.timeout(180)
 def test_a_prompt_from_ssd_is_the_computed_one(
     tmp_path: Path, reference: Reference, logs: Path
 ) -> None:
@@ -70,9 +66,9 @@ def test_a_prompt_from_ssd_is_the_computed_one(
 
             daemon.restart()
             wait_attached(daemon)
-            until(lambda: daemon.read_back, "the log is read back", SETTLE_S)
+            until(lambda: daemon.read_back, "the log is read back")
             # The daemon lists a rank before that has the new arena; until then its loads fail.
-            until(lambda: warm(engine, TEXTS[-1])["cached"], "the rank loads again", SETTLE_S)
+            until(lambda: warm(engine, TEXTS[-1])["cached"], "the rank loads again")
             promoted = from_disk(engine)
             for number in range(3, 6):
                 found = warm(engine, TEXTS[number])
@@ -80,4 +76,4 @@ def test_a_prompt_from_ssd_is_the_computed_one(
                 same(found, reference.answer(TEXTS[number]), f"after the kill {number}")
             assert from_disk(engine) == promoted + 3 * whole_blocks(LENGTH)
             assert engine.ask("healthy")
-        daemon.wait_quiet(SETTLE_S)
+        daemon.wait_quiet()

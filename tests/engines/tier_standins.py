@@ -23,7 +23,7 @@ import kvhearth
 from kvhearth.connectors.vllm.tier import KVHearthTier
 
 URL = os.environ["KVHEARTH_URL"] + "?lookup_ms=20000&call_ms=20000"
-WAIT_S = 20.0
+WAIT_S = 300.0
 CONFIG = OffloadingConfig(
     groups=(),
     worker_kv_bytes_per_block=0,

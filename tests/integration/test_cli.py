@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,7 @@ def test_sessions(run: Run) -> None:
 
 
 def test_leases(run: Run, engine: Engine) -> None:
+    began = time.monotonic()
     assert asked(run, "leases")["groups"] == []
     first = engine.client.lookup({0: KEYS[:2]})
     second = engine.client.lookup({0: KEYS[:4]})
@@ -175,7 +177,7 @@ def test_leases(run: Run, engine: Engine) -> None:
     (held,) = asked(run, "leases")["groups"]
     assert (held["engine_id"], held["namespace"]) == ("e[red]1", DIGEST)
     assert (held["leases"], held["slots"], held["bytes"]) == (2, 12, 12 * PAGE_BYTES)
-    assert 0 < held["oldest_s"] < 60
+    assert 0 < held["oldest_s"] < time.monotonic() - began
     assert DIGEST[:12] in reported(run, "leases")
     engine.client.release(first.lease)
     until(lambda: asked(run, "leases")["groups"][0]["leases"] == 1, "the release arrives")
@@ -390,7 +392,7 @@ def test_drain_then_gone(capsys: pytest.CaptureFixture[str]) -> None:
         assert app.run(words) == 0
         assert capsys.readouterr().out.startswith("draining: 0 sessions, 0 leases")
         words = ["health", "--socket-dir", str(daemon.socket_dir)]
-        until(lambda: app.run(words) == 1, "probes hear that it drains", 10)
+        until(lambda: app.run(words) == 1, "probes hear that it drains")
         assert "the daemon drains" in capsys.readouterr().err
         daemon.kill()
         assert app.run(["top", "--socket-dir", str(daemon.socket_dir)]) == 1

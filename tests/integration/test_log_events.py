@@ -120,7 +120,7 @@ def test_engines_cannot_flood_the_log(daemon: Daemon) -> None:
                 line.answer()
         return sum(each.get("suppressed", 0) for each in daemon.events("engine.lost"))
 
-    until(held_back, "those that were held back are told", 60)
+    until(held_back, "those that were held back are told")
 
 
 def test_people_read_the_same_events() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -48,6 +49,7 @@ def test_lookups_by_tier_and_reason_sum_to_the_keys(daemon: Daemon, cached: Cach
 
 
 def test_bytes_and_seconds_of_copies(daemon: Daemon, cached: CachedEngine) -> None:
+    began = time.monotonic()
     keys = new_keys(32)
     assert cached.store(keys).stored == 32
     assert cached.load(keys).usable_blocks
@@ -61,7 +63,7 @@ def test_bytes_and_seconds_of_copies(daemon: Daemon, cached: CachedEngine) -> No
     for direction, copied in wanted.items():
         assert found.of("client_copy_bytes_total", direction=direction) == copied
         seconds = found.of("client_copy_seconds_total", direction=direction)
-        assert 0 < seconds < 30
+        assert 0 < seconds < time.monotonic() - began
     assert found.of("client_store_blocks_total", outcome="stored") == 32
     assert found.of("client_load_blocks_total", outcome="loaded") == 34
     assert found.of("store_blocks_total", outcome="stored") == 32
@@ -70,7 +72,7 @@ def test_bytes_and_seconds_of_copies(daemon: Daemon, cached: CachedEngine) -> No
 
 
 def test_traffic_by_namespace_and_holders_by_engine(daemon: Daemon, cached: CachedEngine) -> None:
-    keys = new_keys(8)
+    began, keys = time.monotonic(), new_keys(8)
     assert cached.store(keys).stored == 8
     for asked in (keys, [*keys[:4], *new_keys(3)]):
         found = cached.client.lookup({0: asked})
@@ -86,8 +88,9 @@ def test_traffic_by_namespace_and_holders_by_engine(daemon: Daemon, cached: Cach
     assert scrape.of("lookup_asked_tokens_total") == 15 * BLOCK_TOKENS
     assert scrape.of("lookup_hit_tokens_total") == 12 * BLOCK_TOKENS
     assert scrape.of("engine_leases", tenant="default", engine="e") == 2
-    assert 0 < scrape.of("engine_oldest_lease_seconds", engine="e") < 60
-    assert 0 <= scrape.of("engine_heartbeat_age_seconds", engine="e") < 60
+    lived = time.monotonic() - began
+    assert 0 < scrape.of("engine_oldest_lease_seconds", engine="e") < lived
+    assert scrape.of("engine_heartbeat_age_seconds", engine="e") >= 0
     for _ in range(2 * CAPACITY_BLOCKS // 64):
         assert cached.store(new_keys(64)).stored == 64
     scrape = Scrape(daemon)
@@ -109,7 +112,7 @@ def test_evictions_have_a_reason_and_an_age(daemon: Daemon, cached: CachedEngine
 
 
 def test_calls_by_method_and_code(daemon: Daemon, cached: CachedEngine) -> None:
-    before = Scrape(daemon)
+    before, began = Scrape(daemon), time.monotonic()
     cached.store(new_keys(4))
     for _ in range(5):
         cached.client.lookup({0: new_keys(2)})
@@ -117,7 +120,7 @@ def test_calls_by_method_and_code(daemon: Daemon, cached: CachedEngine) -> None:
     found = Scrape(daemon)
     assert found.of("rpc_requests_total", method="Lookup", code="OK") == 5
     assert found.of("rpc_seconds_count", method="Lookup") == 5
-    assert 0 < found.of("rpc_seconds_sum", method="Lookup") < 30
+    assert 0 < found.of("rpc_seconds_sum", method="Lookup") < time.monotonic() - began
     assert found.of("rpc_requests_total", method="Commit", code="OK") == 1
     refused = before.of("refusals_total")
     assert ask(daemon, "/livez", "PUT").status == 405

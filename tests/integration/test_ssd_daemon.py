@@ -73,7 +73,7 @@ def keys(daemon: Daemon, engine: Engine) -> list[bytes]:
         (place,) = ask(daemon, "/v1/stats").json["ssd"]["directories"]
         return not place["reasons"]
 
-    until(well, "that a write was slow is told for a while only", 60)
+    until(well, "that a write was slow is told for a while only")
     return keys
 
 

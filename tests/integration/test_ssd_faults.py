@@ -72,7 +72,7 @@ def right_ones(engine: Engine, keys: list[bytes]) -> int:
     got = 0
     for start in range(0, len(keys), PAGES):
         portion = keys[start : start + PAGES]
-        until(lambda keys=portion: promoted(engine, keys), "blocks on SSD are promoted", 60)
+        until(lambda keys=portion: promoted(engine, keys), "blocks on SSD are promoted")
         seen = engine.check(portion)
         assert seen.bad == []
         got += len(seen.right)
@@ -165,7 +165,7 @@ def test_the_log_tells_when_the_tier_is_degraded_and_when_no_longer(
             store_all(engine, new_keys(1))  # a successful write ends it
             return degradations(daemon, kind) == ["begins ssd", "over ssd"]
 
-        until(over, "it is told when it is over", 60)
+        until(over, "it is told when it is over")
         daemon.stats()
 
 

@@ -25,8 +25,6 @@ CAPACITY = 48 * MIB
 LEFT_BYTES = 14 * MIB
 """Bytes that other files leave on the file system: room for some segments, but not all."""
 FULL = "no space left on its file system"
-AGAIN_S = 100.0
-"""Time in which the tier retries; it asks for room once a minute."""
 
 
 @pytest.fixture
@@ -119,7 +117,7 @@ def test_room_that_comes_back_is_taken_without_a_restart(drive: Path) -> None:
         until(says(daemon, FULL), "it says what is wrong")
         files = len(segment_files(drive / "kv"))
         other.unlink()
-        until(says(daemon, "[i]ssd: healthy"), "it is well again", AGAIN_S)
+        until(says(daemon, "[i]ssd: healthy"), "it is well again")
         serves(daemon, engine)
         until(lambda: len(segment_files(drive / "kv")) > files, "it takes the room that is there")
         assert taken_bytes(drive / "kv") <= CAPACITY

@@ -26,7 +26,7 @@ def ask_until_dead(daemon: Daemon, engine: Engine, keys: list[bytes]) -> None:
             engine.store(new_keys(4))
         return daemon.dead
 
-    until(dead, "it comes to its fault point", 60)
+    until(dead, "it comes to its fault point")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import time
 
 from kvhearth_lab.harness.engine import PAGES, Engine, contract_of
 from support.daemon import Daemon, until
+from support.patience import HUNG_S
 
 PAGE = 64 << 10
 CONTRACT = contract_of(PAGE)
@@ -23,7 +24,7 @@ def store_all(engine: Engine, keys: list[bytes]) -> None:
         del left[: len(done.bound)]
         return not left
 
-    until(portion, "everything is stored", 60)
+    until(portion, "everything is stored")
 
 
 def store_paced(engine: Engine, daemon: Daemon, keys: list[bytes]) -> None:
@@ -38,7 +39,7 @@ def store_paced(engine: Engine, daemon: Daemon, keys: list[bytes]) -> None:
 
 def saved(daemon: Daemon, count: int) -> None:
     """Wait until ``count`` blocks were written back to the SSD."""
-    until(lambda: daemon.counters()["demoted_blocks"] >= count, f"{count} blocks are saved", 60)
+    until(lambda: daemon.counters()["demoted_blocks"] >= count, f"{count} blocks are saved")
 
 
 def fetch_all(engine: Engine, keys: list[bytes]) -> list[bytes]:
@@ -49,7 +50,7 @@ def fetch_all(engine: Engine, keys: list[bytes]) -> list[bytes]:
     """
     right: list[bytes] = []
     for start in range(0, len(keys), PAGES):
-        left, end = keys[start : start + PAGES], time.monotonic() + 30
+        left, end = keys[start : start + PAGES], time.monotonic() + HUNG_S
         while left:
             found = engine.client.lookup({0: left}, lease=False, prefetch=True)
             group = found.groups[0]

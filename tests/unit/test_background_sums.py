@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from support.patience import HUNG_S
 
 from kvhearth_server.core.actions import Sum
 from kvhearth_server.engine.checksums import ChecksumWorkers
@@ -52,7 +53,7 @@ def test_sums_go_on_after_a_failure() -> None:
         )
         background = Failing(engine, supervisor)
         background.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HUNG_S):
             while engine.to_sum:
                 await asyncio.sleep(0)
             await background.settled()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.core_kit import contract, full, key, mamba
 from support.core_shell import Desk
+from support.patience import HUNG_S
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
@@ -183,7 +184,7 @@ def test_the_answer_leaves_before_what_nobody_waits_for() -> None:
         engine.run_deferred = settled  # type: ignore[method-assign]
         number = frames.METHODS["Commit"]
         ours.send(frames.encode(number, 7, commit.SerializeToString(), 1 << 20))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HUNG_S):
             while len(seen) < 3:
                 await asyncio.sleep(0)
         assert seen == [f"answered {frames.DONE}", "woken: False", "woken: True"]
