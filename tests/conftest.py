@@ -7,13 +7,14 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import numpy.testing  # noqa: F401 - the oldest numpy starts a process when it is imported
 import pytest
 import structlog
 from hypothesis import Phase, settings
 from hypothesis.internal.conjecture import providers
-from support.daemon import Daemon, running_daemon
+from support.daemon import Daemon, running_daemon, scratch
 from support.guard import guard, module_guard  # noqa: F401 - they are autouse
 from support.native import without_native
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on
@@ -56,6 +57,15 @@ def pytest_collection_finish() -> None:
     """Exclude what is loaded from later collections of garbage: they took a third of the time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A scratch directory. pytest's has the names of user and test in its path, and sockets in it
+    had too long ones.
+    """
+    with scratch() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from kvhearth.contract import GroupKind, GroupSpec
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with running_daemon() as found:
+    with running_daemon(arena=False) as found:
         yield found
 
 
@@ -242,7 +242,7 @@ def test_a_daemon_that_is_killed_and_comes_back() -> None:
 
 def test_a_daemon_that_stands_still_is_no_hit() -> None:
     with (
-        running_daemon(shared_index=False) as daemon,
+        running_daemon(arena=False, shared_index=False) as daemon,
         scripted_engine(daemon.url("call_ms=300&lookup_ms=300"), lookup_wait_ms=50) as engine,
     ):
         assert engine.run("a", "still", 96) == 0

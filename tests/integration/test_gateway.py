@@ -36,7 +36,7 @@ OK, FOREIGN = Outcome.OK, Outcome.FOREIGN_EXTENT
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Daemon, GatewayProcess]]:
-    with running_daemon() as daemon, gateway(daemon.socket_dir) as served:
+    with running_daemon(arena=False) as daemon, gateway(daemon.socket_dir) as served:
         yield daemon, served
 
 
@@ -323,7 +323,10 @@ def test_a_connection_that_speaks_on_its_life_line_is_cut(
 
 
 def test_replies_beyond_the_buffer_are_relayed() -> None:
-    with running_daemon(memory="64MiB") as daemon, gateway(daemon.socket_dir) as served:
+    with (
+        running_daemon(arena=False, memory="64MiB") as daemon,
+        gateway(daemon.socket_dir) as served,
+    ):
         session = RawSession(served.port, hello_of(contract_of(4096)))
         keys = keys_of(2000)
         for half in (keys[:1000], keys[1000:]):
@@ -340,7 +343,7 @@ def test_replies_beyond_the_buffer_are_relayed() -> None:
 
 
 def test_a_killed_gateway_leaves_nothing_behind() -> None:
-    with running_daemon() as daemon, gateway(daemon.socket_dir) as served:
+    with running_daemon(arena=False) as daemon, gateway(daemon.socket_dir) as served:
         session = RawSession(served.port)
         keys = keys_of(2)
         payload = session.store(keys)

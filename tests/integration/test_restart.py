@@ -266,7 +266,7 @@ def _nothing_held(daemon: Daemon) -> Callable[[], bool]:
 
 def test_sigterm_while_clients_store() -> None:
     with (
-        running_daemon(command=True, memory="64MiB", drain_timeout_s=DRAIN_S) as daemon,
+        running_daemon(command=True, memory="32MiB", drain_timeout_s=DRAIN_S) as daemon,
         engine_of(daemon.url(), CONTRACT, "a") as first,
         engine_of(daemon.url(), CONTRACT, "b") as second,
     ):
@@ -274,7 +274,7 @@ def test_sigterm_while_clients_store() -> None:
         bound: list[list[bytes]] = [[], []]
 
         def work(engine: Engine, mine: list[bytes]) -> None:
-            while not stop.is_set() and len(mine) < 300:
+            while not stop.is_set() and len(mine) < 200:
                 mine += engine.store(new_keys(4), sums=len(mine) % 8 == 0).bound
 
         threads = [

@@ -21,6 +21,7 @@ from kvhearth_server.engine.snapshot import Stats
 from support.nursery import Child, nursery
 from support.patience import HUNG_S
 
+ROOT_CHARS_MAX = 60
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))
 """Directory for arenas: a tmpfs, or a mounted hugetlbfs to try that."""
 SMALL: dict[str, object] = {
@@ -142,20 +143,30 @@ class Daemon(harness.Daemon):
 
 
 @contextlib.contextmanager
-def directories(*, arena: bool = True) -> Iterator[tuple[Path, Path | None]]:
-    """Make a short directory for sockets and one on tmpfs for an arena; both are removed at the
+def scratch() -> Iterator[Path]:
+    """Make a directory whose path is short, since a socket's has 107 bytes; it is removed at the
     end.
     """
-    if arena and not os.access(ARENA_ROOT, os.W_OK):
-        pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
-    folder = Path(tempfile.mkdtemp(prefix="kvh-"))
-    arena_dir = Path(tempfile.mkdtemp(prefix="kvh-test-", dir=ARENA_ROOT)) if arena else None
+    root = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="kvh-", dir=root if len(root) <= ROOT_CHARS_MAX else "/tmp")
     try:
-        yield folder, arena_dir
+        yield Path(folder).resolve()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if arena_dir is not None:
-            shutil.rmtree(arena_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def directories(*, arena: bool = True) -> Iterator[tuple[Path, Path | None]]:
+    """Make a directory for sockets and one on tmpfs for an arena; both are removed at the end."""
+    if arena and not os.access(ARENA_ROOT, os.W_OK):
+        pytest.skip(f"needs a writable tmpfs at {ARENA_ROOT}")
+    with scratch() as folder:
+        arena_dir = Path(tempfile.mkdtemp(prefix="kvh-test-", dir=ARENA_ROOT)) if arena else None
+        try:
+            yield folder, arena_dir
+        finally:
+            if arena_dir is not None:
+                shutil.rmtree(arena_dir, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -232,7 +232,8 @@ MOUNTS = """22 1 254:0 / / rw,relatime shared:1 - {root} /dev/vda rw
 
 def mounted(machine: Told, place: Path, kind: str = "ext4", options: str = "") -> None:
     """A file system of a drive, mounted at ``place``."""
-    text = MOUNTS.format(root="ext4", place=place, kind=kind, options=options)
+    point = str(place).replace(" ", r"\040")  # as the kernel does
+    text = MOUNTS.format(root="ext4", place=point, kind=kind, options=options)
     write(machine._root, "proc/self/mountinfo", text)
     machine.device = (259, 1)
 

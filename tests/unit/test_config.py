@@ -342,7 +342,7 @@ def test_tenants_have_whole_slabs() -> None:
 def test_quotas_on_ssd_are_set_or_in_proportion_to_memory(tmp_path: Path) -> None:
     path = tmp_path / "kvhearth.yaml"
     path.write_text(
-        f"ssd_dirs: [{tmp_path}/one=8GiB]\n"
+        f"socket_dir: /s\nssd_dirs: [{tmp_path}/one=8GiB]\n"
         "tenants: ['a=1:64MiB', {name: b, bytes: 192MiB}, 'c=3:64MiB:4GiB']\n"
     )
     settings = load_settings({}, path)
@@ -356,7 +356,7 @@ def test_a_tenant_may_have_no_users(tmp_path: Path) -> None:
     """Only engines on other hosts use it; both forms are written as they are read."""
     path = tmp_path / "kvhearth.yaml"
     path.write_text(
-        "tenants: [{name: a, uids: [], bytes: 64MiB}, {name: b, bytes: 64MiB}, "
+        "socket_dir: /s\ntenants: [{name: a, uids: [], bytes: 64MiB}, {name: b, bytes: 64MiB}, "
         "{name: c, uids: [7, 8], bytes: 64MiB}, 'd=:64MiB']\n"
     )
     settings = load_settings({}, path)

@@ -11,6 +11,7 @@ import pytest
 from kvhearth import url as urls
 from kvhearth.connectors.core.settings import Settings as ConnectorSettings
 from kvhearth.url import DEFAULT_URL, UnixUrl, default_socket_dir, find_socket_dir, parse_url
+from kvhearth_server.config import load
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.config.model import Settings
 
@@ -24,6 +25,8 @@ def ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     runtime.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setattr(urls, "SYSTEM_SOCKET_DIR", tmp_path / "system")
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(load, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(os, "geteuid", lambda: 61000)
     return runtime
 
@@ -63,8 +66,9 @@ def test_without_a_runtime_directory_it_is_in_tmp(
 
 
 def test_the_cache_is_on_shared_memory_where_there_is_room(ordinary: Path) -> None:
+    shared = ordinary.parent / "shm"
     settings = load_settings({"memory": "64MiB"})
-    assert settings.arena_dir == Path("/dev/shm/kvhearth-61000")
+    assert settings.arena_dir == shared / "kvhearth-61000"
     assert settings.socket_dir == ordinary / "kvhearth"
     assert settings.arena_fallback == ""
     for asked, reason in (
