@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.cases import cases
+from support.daemon import scratch
 from support.native import without_native
 
 from kvhearth_server.cli import app, doctor
@@ -347,13 +348,11 @@ def test_less_is_asked_for_only_where_less_would_do(
         ({"driver": "580.95.05", "on_bus": 1, "nodes": 1}, Grade.OK, "in pieces"),
     ],
 )
-def test_drivers_of_gpus(
-    tmp_path_factory: pytest.TempPathFactory, gpus_of: Any, grade: Grade, reported: str
-) -> None:
-    root = tmp_path_factory.mktemp("machine")
-    machine_files(root, pages=512, available_mib=4096, thp="[advise]")
-    gpus(root, **gpus_of)
-    found = findings(Told(root, good=True), root, memory="600GiB")["nvidia"]
+def test_drivers_of_gpus(gpus_of: Any, grade: Grade, reported: str) -> None:
+    with scratch() as root:
+        machine_files(root, pages=512, available_mib=4096, thp="[advise]")
+        gpus(root, **gpus_of)
+        found = findings(Told(root, good=True), root, memory="600GiB")["nvidia"]
     assert found.grade is grade
     assert reported in found.found
     assert ("ubuntu-drivers install" in found.fix) == (grade is Grade.WARN)
