@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 from doubles.stalled_daemon import BURNT_S
-from support.patience import HUNG_S
 
 from kvhearth_lab.bench.report import Figure, median_of, missed, p50, p99, ratio_of
 from kvhearth_lab.bench.stalls.figures import PARTS, Sizes
 from kvhearth_lab.bench.stalls.run import run
 from kvhearth_lab.cli import bench
+from kvhearth_lab.harness import HUNG_S
 
 """A quick run takes seconds; a shared machine may need longer."""
 VERBS = ("local", "ssd", "stalls")

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.patience import HUNG_S
 
 from kvhearth_lab.bench.peers import adapter as adapters
 from kvhearth_lab.bench.peers.adapter import (
@@ -28,6 +27,7 @@ from kvhearth_lab.bench.peers.adapter import (
 )
 from kvhearth_lab.bench.peers.adapters import harness
 from kvhearth_lab.bench.peers.run import Samples, against
+from kvhearth_lab.harness import HUNG_S
 
 
 def samples(**times: list[float]) -> Samples:

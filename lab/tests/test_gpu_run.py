@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from support.daemon import until
-from support.patience import HUNG_S
+
+from kvhearth_lab.harness import HUNG_S
 
 pytest.importorskip("torch")
 

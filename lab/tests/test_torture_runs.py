@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.remote_server import installed
 from kvhearth_lab.torture.faults import TABLE
 from kvhearth_lab.torture.faults.daemon import client_points, daemon_points

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from support.patience import HUNG_S
 
 from kvhearth.session.link import attach
 from kvhearth.url import parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
 from kvhearth.wire.remote import Purpose
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import contract_of
 from kvhearth_lab.torture import checks, damage
 from kvhearth_lab.torture.checks import capacity, check, nothing_is_left

@@ -16,7 +16,6 @@ from support.cases import cases
 from support.cuda_fake import FakeDevice
 from support.fake_gateway import TOKEN, FakeGateway, RealDataPort
 from support.native import without_native
-from support.patience import HUNG_S
 
 from kvhearth.copiers import Copier, Done, HostCopier, Ticket
 from kvhearth.copiers.cudart import Cudart
@@ -30,6 +29,7 @@ from kvhearth.session.remote_arena import RemoteArena
 from kvhearth.transports.data import DataLines
 from kvhearth.transports.tcp import Dialer
 from kvhearth.url import RemoteUrl
+from kvhearth_lab.harness import HUNG_S
 
 PAGES = 12
 BOOT = "boot-1"

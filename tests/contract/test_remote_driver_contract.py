@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from support.certificates import Authority
 from support.movers import MoverDesk, kinds, mover_desk
-from support.patience import HUNG_S
 from support.remote_servers import (
     ACCESS,
     PASSWORD,
@@ -29,6 +28,7 @@ from support.remote_servers import (
 )
 from support.tiers import family, keys_of
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.tiers.remote.names import LAYOUT
 
 OF = family(length=200_000, shards=2)

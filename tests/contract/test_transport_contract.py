@@ -13,7 +13,6 @@ import pytest
 from support.bridge import Bridge
 from support.certificates import Authority
 from support.fake_daemon import running, small_contract
-from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
@@ -23,6 +22,7 @@ from kvhearth.transports.frames import over_unix
 from kvhearth.transports.grpc_unix import GrpcUnixTransport
 from kvhearth.transports.tcp import Dialer, over_tcp
 from kvhearth.url import RemoteUrl
+from kvhearth_lab.harness import HUNG_S
 
 MakeTransport = Callable[[int], CacheTransport]
 

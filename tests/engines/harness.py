@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 from support.daemon import Daemon
 from support.nursery import Child, Nursery
-from support.patience import HUNG_S
+
+from kvhearth_lab.harness import HUNG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = Path(os.environ.get("KVHEARTH_ENGINES_HOME", ROOT / ".venv-engines"))
@@ -305,7 +306,7 @@ class Engine(Logged):
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_WR)
         try:
-            self.process.wait(30.0)
+            self.process.wait(HUNG_S)
         except subprocess.TimeoutExpired:
             print(f"-- engine did not stop\n{self.log_tail()}")
             self.kill()
@@ -316,7 +317,7 @@ class Engine(Logged):
     def kill(self) -> None:
         """Kill -9 all its processes."""
         end_tree(self.process.pid)
-        self.process.wait(20.0)
+        self.process.wait(HUNG_S)
         self._door.close()
 
     def _read(self) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from engines.harness import ENVIRONMENT, MIB, PYTHON, Logged, end_tree, model, told
 from support.daemon import Daemon, free_port
-from support.patience import HUNG_S
+
+from kvhearth_lab.harness import HUNG_S
 
 UP_S = ANSWER_S = HUNG_S
 NAME = "m"
@@ -135,14 +136,14 @@ class Server(Logged):
         """Send SIGTERM, as a supervisor would; kill -9 after a while."""
         self.process.terminate()
         try:
-            self.process.wait(30.0)
+            self.process.wait(HUNG_S)
         finally:
             self.kill()
 
     def kill(self) -> None:
         """Kill -9 all its processes."""
         end_tree(self.process.pid)
-        self.process.wait(20.0)
+        self.process.wait(HUNG_S)
 
 
 def served(daemon: Daemon, transfer: dict[str, Any], **over: object) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from engines.kit import (
     whole_blocks,
 )
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.patience import HUNG_S
+
+from kvhearth_lab.harness import HUNG_S
 
 pytestmark = BOTH_WAYS
 LENGTH = 1000

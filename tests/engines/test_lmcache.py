@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from engines.harness import LMCACHE, ROOT
 from support.daemon import Daemon, free_port, running_daemon, until
-from support.patience import HUNG_S
 from support.tiers import flip_stored
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.daemon import clean_environment
 
 PYTHON = LMCACHE / "bin" / "python"

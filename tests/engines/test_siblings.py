@@ -20,6 +20,8 @@ from engines.kit import (
 )
 from support.daemon import Daemon, until
 
+from kvhearth_lab.harness import HUNG_S
+
 LENGTH = 1000
 BLOCKS = LENGTH // 128
 SERVED = whole_blocks(LENGTH)
@@ -116,7 +118,7 @@ def test_a_load_of_the_sibling_fails(
     if failure == "fail":  # vLLM asks again, for the whole prompt
         until(lambda: pair.engine.metric(HITS) > hits, "it loads")
         pair.say("forget")
-    [answer] = found.result(60.0)
+    [answer] = found.result(HUNG_S)
     same(answer, reference.answer(text), "recomputed")
     wait_stored(daemon, before + BLOCKS)
     pair.forget()

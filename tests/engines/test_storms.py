@@ -28,6 +28,8 @@ from engines.kit import (
 )
 from support.daemon import Daemon, running_daemon, until
 
+from kvhearth_lab.harness import HUNG_S
+
 pytestmark = BOTH_WAYS
 ROUNDS = int(os.environ.get("KVHEARTH_STORM_ROUNDS", "4"))
 REQUESTS = 30
@@ -162,5 +164,5 @@ def hurt_while_loading(
     running = pair.begin("generate", requests=[*requests, *aborted])
     until(lambda: pair.metric(LOADED) > loaded, "a load before the daemon is hurt")
     hurt(daemon, how)
-    found: list[dict[str, Any]] = running.result(120.0)
+    found: list[dict[str, Any]] = running.result(HUNG_S)
     return found[: len(texts)]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.patience import HUNG_S
 
 import kvhearth_server
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 MIB = 1 << 20

@@ -18,7 +18,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.daemon import Daemon, until
-from support.patience import HUNG_S
 from support.raw_door import (
     PAGE_BYTES,
     RawSession,
@@ -36,6 +35,7 @@ from kvhearth.errors import Code, KVHearthError, Reason
 from kvhearth.model import EXTENT_DTYPE
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire.frames import METHODS, error_from_code
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import Engine, contract_of
 
 KEYS_MAX = 64

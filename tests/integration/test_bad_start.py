@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from support.cases import cases
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.patience import HUNG_S
 from support.raw_door import PAGE_BYTES, end_well, goes_on
 
 from kvhearth.memory_limits import memory_groups
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.daemon import Starter, tied
 from kvhearth_lab.harness.engine import contract_of, engine_of
 

@@ -22,12 +22,12 @@ from support.cached import (
     computed,
 )
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 
 import kvhearth
 from kvhearth.copiers.host import HostCopier
 from kvhearth.errors import ClientReason, Reason
+from kvhearth_lab.harness import HUNG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 AWAY_S = 3.0
@@ -448,7 +448,7 @@ import os, signal, sys
 import numpy as np
 import kvhearth
 from support.cached import CONTRACT, PAGE_BYTES
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 cache = kvhearth.open(sys.argv[1], CONTRACT, wait_s=HUNG_S)
 pages = np.zeros((1, PAGE_BYTES), np.uint8)

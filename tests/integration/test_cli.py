@@ -19,11 +19,11 @@ from support.cases import cases
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.entry_point import kvhearth
 from support.http_door import ANY_PORT, ask, scraped
-from support.patience import HUNG_S
 from support.raw_door import RawSession, raw_contract
 
 from kvhearth.contract import namespace_digest
 from kvhearth.version import __version__
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness import daemon as harness
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app

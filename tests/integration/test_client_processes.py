@@ -11,7 +11,8 @@ from pathlib import Path
 from support.attached import url_of
 from support.daemon import until
 from support.fake_daemon import running, small_contract
-from support.patience import HUNG_S
+
+from kvhearth_lab.harness import HUNG_S
 
 TESTS = Path(__file__).resolve().parents[1]
 

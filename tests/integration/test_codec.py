@@ -11,13 +11,13 @@ import pytest
 from support.codec_bounds import bounds
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ask
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 
 import kvhearth
 from kvhearth.contract import namespace_digest
 from kvhearth.copiers import CopyKind
 from kvhearth.transfer.copier_pool import CopierPool
+from kvhearth_lab.harness import HUNG_S
 
 BLOCKS = 20
 SHAPE = (BLOCKS, 2, 16, 4, 128)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 from support.daemon import Daemon, running_daemon, until
-from support.patience import HUNG_S
 from support.scripted_engine import (
     BLOCK_TOKENS,
     FULL,
@@ -22,6 +21,7 @@ from kvhearth.connectors.core.requests import ASKS_MAX, DECODE_STEPS
 from kvhearth.connectors.core.scheduler import agreed
 from kvhearth.connectors.core.step_metadata import Handshake
 from kvhearth.contract import GroupKind, GroupSpec
+from kvhearth_lab.harness import HUNG_S
 
 
 @pytest.fixture(scope="module")

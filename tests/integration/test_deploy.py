@@ -17,12 +17,12 @@ import yaml
 from packaging.requirements import Requirement
 from support.daemon import until
 from support.manifests import COMPOSE, DEPLOY, ENGINES, SIDECAR, default
-from support.patience import HUNG_S
 from support.remote_servers import seaweed
 
 from kvhearth.connectors.core.settings import URL_ENV, parse_settings
 from kvhearth.connectors.vllm.adapter import VllmSettings
 from kvhearth.url import parse_url
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.cli.machine import Machine
 from kvhearth_server.config.load import ENV_PREFIX, Settings
 from kvhearth_server.config.value_types import parse_size

@@ -10,7 +10,6 @@ import pytest
 from support.cached import CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import Scrape
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.remote_raw import gateway
 
@@ -18,6 +17,7 @@ from kvhearth.connectors.core.block_feed import BlockFeed
 from kvhearth.contract import namespace_digest
 from kvhearth.errors import Reason
 from kvhearth.model import Tier
+from kvhearth_lab.harness import HUNG_S
 
 DAEMON: dict[str, object] = {}
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 from support.daemon import running_daemon
 from support.http_door import ANY_PORT, ask
-from support.patience import HUNG_S
 from support.raw_door import PAGE_BYTES, goes_on
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import contract_of, engine_of
 
 VERBS = ("serve", "top", "ls", "stat", "evict", "forget", "explain", "drain", "doctor", "config")

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from support.daemon import Daemon, running_daemon, until
 from support.http_door import ask, scraped
-from support.patience import HUNG_S
 from support.remote_raw import PAGE_BYTES, RawSession, close_all, keys_of, refusal_of
 
 from kvhearth.wire.remote import Outcome
+from kvhearth_lab.harness import HUNG_S
 
 
 def pid_of(daemon: Daemon) -> int:

@@ -17,11 +17,11 @@ from typing import IO
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, address_of, ask, scraped
-from support.patience import HUNG_S
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on
 
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.daemon import Process, clean_environment
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import liveness

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, Answer, Scrape, address_of, ask
-from support.patience import HUNG_S
 from support.raw_door import PAGE_BYTES, end_well, goes_on, new_keys
 
 from kvhearth.errors import KVHearthError
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.config.model import Settings
 from kvhearth_server.config.rlimit import HTTP_MAX

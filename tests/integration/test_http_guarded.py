@@ -15,8 +15,8 @@ import pytest
 from support.certificates import Authority
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, address_of, ask
-from support.patience import HUNG_S
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.gateway.tokens import Identity, Role, add_token, new_token
 
 TOKENS = {role: new_token() for role in Role}

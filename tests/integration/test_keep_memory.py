@@ -14,11 +14,11 @@ from typing import IO
 
 import pytest
 from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.served import back, served
 
 from kvhearth.results import CommitGroup
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.daemon import Process
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 

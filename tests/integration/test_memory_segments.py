@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from support.daemon import until
 from support.memory_places import Child, mounted, need_hugepages, tmpfs_directory
-from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.memory_limits import MemoryLimit
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.memory.mapping import (
     HugepagePolicy,
     KernelMemory,

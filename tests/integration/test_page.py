@@ -14,9 +14,9 @@ import pytest
 from support.browser import Browser, browser
 from support.daemon import Daemon, free_port, running_daemon, until
 from support.http_door import ask
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import contract_of, engine_of
 
 MODELS = {"Qwen3-8B": 64 << 10, "Llama-3.1-70B": 256 << 10}

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from support.daemon import Daemon, directories, running_daemon, stopped_daemon, until
 from support.memory_places import HUGE, mounted, on_hugetlbfs, tmpfs_directory
-from support.patience import HUNG_S
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.config.load import Settings

@@ -20,7 +20,6 @@ from support.cached import (
 )
 from support.certificates import Authority
 from support.daemon import Daemon, running_daemon, until
-from support.patience import HUNG_S
 from support.remote_raw import GatewayProcess, gateway
 
 from kvhearth import PagedKV, connect
@@ -33,6 +32,7 @@ from kvhearth.results import CommitGroup
 from kvhearth.session.remote_arena import RemoteArena
 from kvhearth.transfer.copier_pool import default_copier
 from kvhearth.wire.remote import Purpose
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.relay import Relay, relay
 from kvhearth_server.gateway.tokens import Identity, add_token
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support.bad_bucket import BadBucket, bad_bucket
 from support.movers import MoverDesk, kinds, mover_desk
-from support.patience import HUNG_S
 from support.tiers import family
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.tiers.remote.names import MARK_NAME
 
 pytest.importorskip("obstore")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.movers import SPACE, MoverDesk, kinds, mover_desk
-from support.patience import HUNG_S
 from support.tiers import LENGTH, family, key_of, keys_of
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.tiers.base import Refusal, Throttled
 from kvhearth_server.tiers.remote.mover import Exists
 from kvhearth_server.tiers.remote.names import LAYOUT

@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.served import back, served
 from support.ssd_kit import SSD, saved
 
 from kvhearth.model import FLAG_VERIFY
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 
 PAGE = 64 << 10
 CONTRACT = contract_of(PAGE)
 DRAIN_S = 3.0
-END_S = DRAIN_S + 25.0
 """Time by which a daemon has ended that waits for its clients no longer than that."""
 
 
@@ -285,7 +284,7 @@ def test_sigterm_while_clients_store() -> None:
             thread.start()
         until(lambda: all(bound), "both store")
         boot_id = first.client.boot_id
-        assert daemon.terminate(END_S) == 0
+        assert daemon.terminate() == 0
         stop.set()
         for thread in threads:
             thread.join()
@@ -307,11 +306,11 @@ def test_it_ends_by_a_signal_with_clients_that_hang(number: signal.Signals) -> N
         engine.client.lookup({0: new_keys(2)})
         assert daemon.process is not None
         os.kill(daemon.process.pid, number)
-        assert daemon.process.wait(END_S) == 0
+        assert daemon.process.wait(HUNG_S) == 0
 
 
 def test_it_sums_what_is_committed_before_it_ends() -> None:
-    with running_daemon(drain_timeout_s=END_S) as daemon:
+    with running_daemon(drain_timeout_s=HUNG_S) as daemon:
         keys = new_keys(60)
         with engine_of(daemon.url(), CONTRACT) as engine:
             assert engine.store(keys, sums=False).bound == keys

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.daemon import Daemon, running_daemon, stopped_daemon, until
 from support.http_door import Scrape, ask
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app
 from kvhearth_server.engine.epoch_store import RESERVE_BYTES

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ask
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.ssd_kit import CONTRACT, PAGE, SSD, fetch_all, saved, store_all
 
 from kvhearth.contract import namespace_digest
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.cli import app
 

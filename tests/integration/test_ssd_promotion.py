@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from support.cached import CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
-from support.patience import HUNG_S
 from support.raw_door import new_keys
 from support.scripted_engine import BLOCK_TOKENS, FULL, PAGE_BYTES, ScriptedEngine, scripted_engine
 
 from kvhearth.contract import GroupKind, GroupSpec, namespace_digest
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.transport.dispatch import PREFETCHED_PER_TURN_MAX
 
 SSD = {"ssd_segment_bytes": "2MiB"}

@@ -21,7 +21,7 @@ from support.daemon import Daemon, stopped_daemon, until
 from support.fuzz import fuzz, values
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth_lab.harness.daemon import READY_S
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.cli import app
 from kvhearth_server.cli.config import settings_yaml
 from kvhearth_server.cli.serve import prepare
@@ -196,7 +196,7 @@ def test_valid_settings_start_or_say_why_not() -> None:
         with stopped_daemon(arena=False, **chosen) as daemon:
             assert served(None, dict(daemon.settings)) is not None, name
             daemon.launch()
-            until(lambda: daemon.dead or ready(daemon), "it starts", READY_S)
+            until(lambda: daemon.dead or ready(daemon), "it starts", HUNG_S)
             if daemon.dead:
                 assert name not in ("least", "most"), daemon.log_tail()
                 assert daemon.exit_code == 1, daemon.log_tail()

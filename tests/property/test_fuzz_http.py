@@ -23,10 +23,10 @@ from schemathesis.specs.openapi import checks
 from support.daemon import Daemon, running_daemon
 from support.fuzz import fuzz
 from support.http_door import ANY_PORT, address_of, ask
-from support.patience import HUNG_S
 from support.raw_door import RawSession, end_well, raw_contract
 
 from kvhearth.errors import STATUS, Reason
+from kvhearth_lab.harness import HUNG_S
 
 DESCRIBED = json.loads((Path(__file__).parents[1] / "golden" / "openapi.json").read_text())
 OPERATIONS = sorted(

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import Liar, changed, fuzz
-from support.patience import HUNG_S
 
 from kvhearth.copiers.remote import RemoteCopier
 from kvhearth.errors import KVHearthError, Reason
@@ -26,6 +25,7 @@ from kvhearth.url import RemoteUrl
 from kvhearth.wire.frames import encode_status
 from kvhearth.wire.handshake import Hello, SegmentInfo, Welcome, encode_frame
 from kvhearth.wire.remote import DATA_HEADER, DataKind, GatewayTerms, Outcome
+from kvhearth_lab.harness import HUNG_S
 
 BLOCK_BYTES = 512
 BLOCKS = 3

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from support.memory_places import Child
-from support.patience import HUNG_S
 from support.tiers import Arena, Desk, family, settings
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.tiers.base import Corrupt, Done, Failed
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, probe
 from kvhearth_server.tiers.ssd.tier import SsdTier
@@ -20,7 +20,7 @@ WRITER = """
 import struct
 sys.path.insert(0, arguments[0])
 from pathlib import Path
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 from support.tiers import Arena, Desk, family, settings
 from kvhearth_server.tiers.base import Done
 from kvhearth_server.tiers.ssd.tier import SsdTier

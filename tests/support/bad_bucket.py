@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 _NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>no such bucket</Message></Error>"
 _SKEW = b"<Error><Code>RequestTimeTooSkewed</Code></Error>"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhearth.wire.remote import PREFACE, Purpose, purpose_of
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 
 class Bridge:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 NAMES = ("chromium-headless-shell", "chromium")
 

@@ -12,8 +12,8 @@ import numpy as np
 from kvhearth import Cache, LoadResult, PagedKV, Pages, StoreResult, Transfer, connect
 from kvhearth.copiers.host import HostCopier
 from kvhearth.model import U8, Bools
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import content, contract_of
-from support.patience import HUNG_S
 
 PAGE_BYTES = 64 * 1024
 BLOCK_TOKENS = 16

@@ -23,7 +23,7 @@ from kvhearth.copiers.base import CopyKind
 from kvhearth.copiers.cudart import NOT_READY, RELAXED, DeviceMemory, Scratch
 from kvhearth.copiers.descriptors import Recoding
 from kvhearth.copiers.device import PIECE_BYTES, CopyDevice
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 from support.triton_interpreter import interpreted_kernels
 
 GLOBAL = 0

@@ -16,10 +16,10 @@ from typing import IO, Any
 import pytest
 
 from kvhearth import native
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness import daemon as harness
 from kvhearth_server.engine.snapshot import Stats
 from support.nursery import Child, nursery
-from support.patience import HUNG_S
 
 ROOT_CHARS_MAX = 60
 ARENA_ROOT = Path(os.environ.get("KVHEARTH_TEST_ARENA_ROOT", "/dev/shm"))

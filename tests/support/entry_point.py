@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 
 def kvhearth(*words: str, prelude: str = "", **environ: str) -> subprocess.CompletedProcess[str]:

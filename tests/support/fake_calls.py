@@ -13,7 +13,7 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
 from kvhearth.wire.frames import encode_status
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 BODY_MAX = 1 << 24
 Answer = Callable[[str, Any, str], Any]

@@ -25,9 +25,9 @@ from kvhearth.model import EXTENT_DTYPE, pack_bits
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire.frames import STATUS_DETAILS_KEY, encode_status
 from kvhearth.wire.handshake import FrameDecoder, Hello, SegmentInfo, Welcome, encode_frame, refused
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.transport.rpc import cache_service
 from support.fake_calls import FakeCalls, Listener
-from support.patience import HUNG_S
 
 SEGMENT_BYTES = 64 * 1024
 PAGE_BYTES = 4096

@@ -25,11 +25,11 @@ from kvhearth.wire.remote import (
     Purpose,
     purpose_of,
 )
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.gateway.data import DataConnection
 from kvhearth_server.gateway.grants import Extent, Grants
 from kvhearth_server.gateway.streams import Stream
 from support.arena_fake import FakeArena
-from support.patience import HUNG_S
 
 TOKEN = "secret-of-the-session"
 

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 EXAMPLES_LEAST = int(os.environ.get("KVHEARTH_FUZZ_EXAMPLES", "0"))
 """Least number of examples of each property, for longer runs."""

@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 import structlog
 
+from kvhearth_lab.harness import HUNG_S
 from support import nursery
-from support.patience import HUNG_S
 
 PURE = ("unit", "contract", "golden", "property")
 _TESTS = str(Path(__file__).resolve().parents[1])

@@ -10,8 +10,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvhearth_lab.harness import HUNG_S
 from support.daemon import Daemon, until
-from support.patience import HUNG_S
 
 ANY_PORT = "127.0.0.1:0"
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.config.load import Settings
 from kvhearth_server.memory.mapping import Filesystem, FilesystemKind, KernelMemory, filesystem_kind
 from kvhearth_server.memory.plan import room_of
 from kvhearth_server.preflight import arena_plan
-from support.patience import HUNG_S
 
 MIB = 1 << 20
 HUGE = 2 * MIB

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from kvhearth.model import U8, Records
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.memory.mapping import HugepagePolicy
 from kvhearth_server.memory.segments import create_segment
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Throttled
@@ -19,7 +20,6 @@ from kvhearth_server.tiers.remote.mover import Answer, Delete, Exists, Get, Put
 from kvhearth_server.tiers.remote.names import space_name
 from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.url import parse_remote
-from support.patience import HUNG_S
 from support.tiers import content_of, family, keys_of
 
 FLEET_KEY = b"fleet key of the tests"

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 TESTS = Path(__file__).resolve().parents[1]
 ANSWER_BYTES_MAX = 1 << 12

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvhearth_lab.harness import HUNG_S
 from support.daemon import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,6 @@ STUBS: Mapping[str, str] = {
 }
 """Programs that need a network or minutes, and what a reader runs in their place."""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_ENDED_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=_ENDED_S,
+            timeout=HUNG_S,
             check=False,
         )
         assert done.returncode == 0, f"exit {done.returncode} on {page.name}:\n{done.stdout}"

@@ -16,9 +16,9 @@ import numpy as np
 from kvhearth import Contract
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.version import PROTOCOL_VERSION
+from kvhearth_lab.harness import HUNG_S
 from support.daemon import until
 from support.nursery import nursery
-from support.patience import HUNG_S
 
 
 class PuppetError(Exception):

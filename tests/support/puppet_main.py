@@ -29,7 +29,7 @@ from kvhearth.transports import base
 from kvhearth.transports.frames import FramesTransport, over_unix
 from kvhearth.url import parse_url
 from kvhearth.wire.handshake import Hello
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 
 class Member:

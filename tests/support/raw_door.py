@@ -28,9 +28,9 @@ from kvhearth.url import ATTACH_SOCKET, GRPC_SOCKET
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.frames import STATUS_DETAILS_KEY, TOKEN_KEY, Stub, decode_status, rebuild_error
 from kvhearth.wire.handshake import FrameDecoder, encode_frame
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import Engine
 from support.daemon import Daemon, until
-from support.patience import HUNG_S
 
 _numbers = itertools.count()
 PAGE_BYTES = 16 * 1024

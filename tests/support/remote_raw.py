@@ -36,9 +36,9 @@ from kvhearth.wire.remote import (
     Purpose,
     preface,
 )
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import contract_of
 from support.daemon import until
-from support.patience import HUNG_S
 
 PAGE_BYTES = 64 << 10
 CONTRACT = contract_of(PAGE_BYTES)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTS_MAX = 55_000

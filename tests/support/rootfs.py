@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvhearth_lab.harness import HUNG_S
 from support.daemon import until
-from support.patience import HUNG_S
 
 ROOTFS = Path(__file__).resolve().parents[2] / "deploy/docker/rootfs.py"
 OVERFLOW_UID = 65534

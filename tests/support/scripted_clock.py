@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvhearth.clock import Clock
-from support.patience import HUNG_S
+from kvhearth_lab.harness import HUNG_S
 
 _LOOK_S = 0.002
 """Real pause of the driver: what no thread of the clock does may end a wait."""

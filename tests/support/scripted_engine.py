@@ -21,9 +21,9 @@ from kvhearth.connectors.core.step_metadata import Geometry, Handshake, StepMeta
 from kvhearth.connectors.core.worker import WorkerConnector
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.page_layout import PagedKV
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import content
 from support.daemon import until
-from support.patience import HUNG_S
 
 BLOCK_TOKENS = 16
 PAGE_BYTES = 16 * 1024

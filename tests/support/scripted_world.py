@@ -12,9 +12,9 @@ from typing import Any
 
 from kvhearth.connectors.core.engine import Step
 from kvhearth.connectors.core.step_metadata import StepMeta, WorkerReport
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import content
 from support.daemon import until
-from support.patience import HUNG_S
 from support.scripted_engine import BLOCK_TOKENS, ScriptedEngine, ScriptedRequest, hashes_of
 
 GARBAGE = 0xEE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import PAGES, Engine, contract_of
 from support.daemon import Daemon, until
-from support.patience import HUNG_S
 
 PAGE = 64 << 10
 CONTRACT = contract_of(PAGE)

@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from kvhearth.model import U8
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.tiers.base import (
     ADDRESS_DTYPE,
     BlockSpec,
@@ -35,7 +36,6 @@ from kvhearth_server.tiers.ssd.settings import SsdDirectorySpec, SsdSettings, se
 from kvhearth_server.tiers.ssd.tier import Environment, SsdTier
 from kvhearth_server.tiers.ssd.write_limits import SeenTwice
 from support.drive import PAGE, Drive, Page, size_of
-from support.patience import HUNG_S
 
 STEP_S = 0.05
 """Time that passes while a drive and all on it are idle."""

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from support.patience import HUNG_S
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.core.actions import Sum
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.supervisor import Supervisor

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock, scripted_clock
 
 from kvhearth.client import KVClient
@@ -21,6 +20,7 @@ from kvhearth.connectors.core.block_feed import (
 from kvhearth.errors import Reason
 from kvhearth.model import Tier
 from kvhearth.results import BlockEvent, EventsResult
+from kvhearth_lab.harness import HUNG_S
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 NOWHERE, DRAM, SSD = Tier.NOWHERE, Tier.DRAM, Tier.SSD

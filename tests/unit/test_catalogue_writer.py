@@ -8,9 +8,9 @@ import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.engine.recovery import CatalogueWriter
 
 

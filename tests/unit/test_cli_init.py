@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -78,7 +79,8 @@ def test_an_arena_without_room_is_not_kept(tmp_path: Path) -> None:
     assert values["arena_dir"] == "none"
     assert parse_size(str(values["memory"])) == 32 << 30
     assert chosen(found, 64 << 20)["arena_dir"] == "/dev/shm/kvhearth"
-    assert "install -d" not in unit_text(tmp_path, kept, system=True)
+    unit = unit_text(tmp_path, kept, system=True).splitlines()
+    assert [line for line in unit if line.startswith(("ExecStartPre=", "ReadWritePaths="))] == []
 
 
 def test_an_nvme_drive_with_a_file_system_is_an_ssd_tier(tmp_path: Path) -> None:
@@ -144,6 +146,17 @@ def test_files_that_exist_stay_unless_forced(
     assert app.run([*words, "--force"]) == 0
     assert "next:" in capsys.readouterr().out
     assert "[Service]" in (tmp_path / UNIT).read_text()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_user_without_a_home_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 61234)  # no entry in passwd
+    assert app.run(["init", "--user"]) == app.EXIT_CONFIG
+    assert "--dir" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("here")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.attached import connected, url_of
 from support.fake_daemon import PAGE_BYTES, FakeDaemon, key, running
-from support.patience import HUNG_S
 from support.scripted_clock import HeldCall, ScriptedClock
 from support.scripted_engine import (
     BLOCK_TOKENS,
@@ -32,6 +31,7 @@ from kvhearth.connectors.core.step_metadata import Handshake
 from kvhearth.errors import Reason
 from kvhearth.results import PAUSE_MAX_S, PAUSE_MIN_S, PromotionWait
 from kvhearth.transfer.lanes import Transfer
+from kvhearth_lab.harness import HUNG_S
 
 KEYS = [key(number) for number in range(4)]
 

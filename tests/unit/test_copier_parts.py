@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support.arena_fake import FakeArena, summed
 from support.native import without_native
-from support.patience import HUNG_S
 
 from kvhearth import failpoints
 from kvhearth.copiers import CopyKind, Done, HostCopier, Ticket
@@ -20,6 +19,7 @@ from kvhearth.copiers.base import TicketBook
 from kvhearth.copiers.batch import Batch, HeldArena, as_arrays, as_single
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import PagedKV
+from kvhearth_lab.harness import HUNG_S
 
 PAGE_BYTES = 32
 BOOT = "boot-1"

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cuda_fake import FakeCuda, FakeDevice
-from support.patience import HUNG_S
 
 from kvhearth.copiers import CopyKind
 from kvhearth.copiers.cudart import BatchCall, find_batch_call, numa_node_of
@@ -30,6 +29,7 @@ from kvhearth.copiers.methods import (
     save_rates,
 )
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_lab.harness import HUNG_S
 
 LOOP, BATCH, KERNEL = CopyMethod
 ALL = dict.fromkeys(CopyMethod, "")

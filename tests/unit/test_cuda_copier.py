@@ -13,7 +13,6 @@ import pytest
 import xxhash
 from support.arena_fake import GUARD_BYTE, FakeArena, summed
 from support.cuda_fake import FakeCuda, FakeDevice
-from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock
 
 from kvhearth.copiers import BlockFailure, CopyKind, Done, Ticket
@@ -25,6 +24,7 @@ from kvhearth.errors import KVHearthError
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY, Records
 from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Span, Unpopulated
+from kvhearth_lab.harness import HUNG_S
 
 torch: Any = pytest.importorskip("torch")
 

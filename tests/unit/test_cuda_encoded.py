@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support.arena_fake import FakeArena, summed
 from support.cuda_fake import FakeCuda, FakeDevice
-from support.patience import HUNG_S
 
 from kvhearth.codec import CODECS, encoding_of
 from kvhearth.copiers import Done, HostCopier
@@ -17,6 +16,7 @@ from kvhearth.copiers.cuda import CudaCopier
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import FLAG_SUMMED, FLAG_VERIFY
 from kvhearth.page_layout import PagedKV
+from kvhearth_lab.harness import HUNG_S
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from support.patience import HUNG_S
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.engine.supervisor import collect_when_idle, spare_survivors
 
 

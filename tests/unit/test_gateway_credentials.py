@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from support.cases import cases
 from support.certificates import Authority
-from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.config.load import Settings, load_settings
 from kvhearth_server.gateway.credentials import Credentials, tls_context
 from kvhearth_server.gateway.tokens import (

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from support.cases import cases
 from support.memory_places import tmpfs_directory
-from support.patience import HUNG_S
 
 from kvhearth.prefault import Populate, Span
 from kvhearth.shared_memory import MADV_COLLAPSE, Collapse, SharedMapping
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory, PageKind, Segment
 from kvhearth_server.memory.segments import create_segment, open_segment
 

@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.patience import HUNG_S
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.observability import systemd as notify
 
 

@@ -23,7 +23,6 @@ from support.attached import attached
 from support.cases import cases
 from support.daemon import until
 from support.memory_places import mounted
-from support.patience import HUNG_S
 
 from kvhearth import prefault
 from kvhearth.codec import encoding_of
@@ -38,6 +37,7 @@ from kvhearth.session.arena import ArenaMapping
 from kvhearth.wire.frames import DONE
 from kvhearth.wire.handshake import SegmentInfo, Welcome
 from kvhearth.wire.remote import Outcome
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.gateway.calls import CallsConnection
 from kvhearth_server.gateway.data import DataConnection
 from kvhearth_server.gateway.grants import Grants, extents_of

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from support.patience import HUNG_S
+
+from kvhearth_lab.harness import HUNG_S
 
 pytestmark = pytest.mark.realtime("a terminal is a process' own")
 

@@ -15,7 +15,6 @@ from support.arena_fake import FakeArena
 from support.attached import connected
 from support.cuda_fake import FakeCuda, FakeDevice
 from support.fake_daemon import PAGE_BYTES, FakeDaemon, extents, running, small_contract
-from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock
 
 from kvhearth.client import KVClient
@@ -33,6 +32,7 @@ from kvhearth.model import Records
 from kvhearth.page_layout import PagedKV
 from kvhearth.prefault import Span
 from kvhearth.transfer.copier_pool import CopierFactory, CopierPool, default_copier
+from kvhearth_lab.harness import HUNG_S
 
 LOG_TEXT = "the arena stays unregistered"
 

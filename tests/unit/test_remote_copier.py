@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support.arena_fake import FakeArena, summed
 from support.fake_gateway import TOKEN, FakeGateway
-from support.patience import HUNG_S
 
 from kvhearth.copiers.base import Copier, Done
 from kvhearth.copiers.remote import RemoteCopier
@@ -24,6 +23,7 @@ from kvhearth.transports.data import DataLines
 from kvhearth.transports.tcp import Dialer
 from kvhearth.url import RemoteUrl
 from kvhearth.wire.remote import DataKind
+from kvhearth_lab.harness import HUNG_S
 
 PUT, GET = DataKind.PUT, DataKind.GET
 BLOCK_BYTES = 4096

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from support.certificates import Authority
-from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock
 
 from kvhearth.clock import REAL_TIME, Clock
@@ -24,6 +23,7 @@ from kvhearth.url import RemoteUrl
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import FrameDecoder, Hello, Welcome, encode_frame, refused
 from kvhearth.wire.remote import PREFACE, GatewayTerms, Purpose, purpose_of
+from kvhearth_lab.harness import HUNG_S
 
 WELCOME = Welcome("boot", 7, "token-of-7", 1, "00", 0, 4, 16, 1 << 20, 4)
 HELLO = Hello(PROTOCOL_VERSION, "e1", "{}", map_arena=False)

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock, scripted_clock
 
 from kvhearth.client import KVClient
@@ -15,6 +14,7 @@ from kvhearth.connectors.core.engine import Counters
 from kvhearth.connectors.core.retainer import QUEUE_MAX, STORED_S, Keys, Retainer
 from kvhearth.errors import Reason
 from kvhearth.results import Pin
+from kvhearth_lab.harness import HUNG_S
 
 KEYS = {0: [b"a", b"b"]}
 

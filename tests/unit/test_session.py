@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.fake_daemon import SEGMENT_BYTES, SLOTS, running, small_contract
-from support.patience import HUNG_S
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
@@ -27,6 +26,7 @@ from kvhearth.transports.frames import over_unix
 from kvhearth.url import UnixUrl, parse_url
 from kvhearth.version import PROTOCOL_VERSION
 from kvhearth.wire.handshake import Hello
+from kvhearth_lab.harness import HUNG_S
 
 
 def hello(*, map_arena: bool = True) -> Hello:

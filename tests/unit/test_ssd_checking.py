@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import xxhash
 from support.drive import Drive
-from support.patience import HUNG_S
 from support.tiers import a_directory
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.tiers.base import Failure
 from kvhearth_server.tiers.ssd.directory import TenantLog
 from kvhearth_server.tiers.ssd.disk import worker

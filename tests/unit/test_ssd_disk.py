@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from support.drive import HandQueue
-from support.patience import HUNG_S
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.tiers.ssd.disk.probe import NAMES, choose, open_queue, probe
 from kvhearth_server.tiers.ssd.disk.queues import DiskQueue, Op, Reaped, Request
 from kvhearth_server.tiers.ssd.log import Buffer

@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from support.core_kit import contract, full
-from support.patience import HUNG_S
 
 from kvhearth.clock import REAL_TIME
 from kvhearth.connectors.core.block_feed import BlockFeed, BlockTokens
@@ -20,6 +19,7 @@ from kvhearth.connectors.core.store_tracker import BlockRefs, Progress, StorePar
 from kvhearth.model import EXTENT_DTYPE, Records
 from kvhearth.results import CommitGroup
 from kvhearth.transfer.slot_pool import Slots
+from kvhearth_lab.harness import HUNG_S
 
 CONTRACT = contract(full(shards=2))
 BLOCKS = 4

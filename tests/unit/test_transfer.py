@@ -14,7 +14,6 @@ import pytest
 from support.attached import connected
 from support.cuda_fake import FakeDevice
 from support.fake_daemon import PAGE_BYTES, SLOTS, FakeDaemon, extents, key, running
-from support.patience import HUNG_S
 from support.scripted_clock import HeldCall, ScriptedClock
 from support.tower import Tower, ended
 
@@ -32,6 +31,7 @@ from kvhearth.results import usable_tokens
 from kvhearth.transfer import CopierPool, ReservationPool
 from kvhearth.transfer.lanes import Transfer
 from kvhearth.transfer.memory import Pages
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.core.lookup import hit_boundaries
 
 FULL = GroupSpec(GroupKind.FULL, 16, PAGE_BYTES)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from support.core_kit import contract, full, key, mamba
 from support.core_shell import Desk
-from support.patience import HUNG_S
 
 from kvhearth.contract import Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire import frames
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.config.model import Settings
 from kvhearth_server.config.rlimit import door_shares
 from kvhearth_server.core.lookup import PrefixFastPath

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.patience import HUNG_S
 
 from kvhearth.connectors.core.engine import RequestOptions, Step
 from kvhearth.connectors.core.settings import parse_settings
@@ -33,6 +32,7 @@ from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.copiers import kernels
 from kvhearth.errors import KVHearthError
 from kvhearth.page_layout import PagedKV, Shape
+from kvhearth_lab.harness import HUNG_S
 
 NOWHERE = VllmSettings("kvhearth+unix:///nowhere/kvhearth")
 CONTRACT = Contract("m", "r", "uint8", (GroupSpec(GroupKind.FULL, 16, 1024),))

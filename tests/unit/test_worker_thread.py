@@ -9,11 +9,11 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
-from support.patience import HUNG_S
 from support.scripted_clock import ScriptedClock
 
 from kvhearth import worker_thread
 from kvhearth.worker_thread import SupervisedThread
+from kvhearth_lab.harness import HUNG_S
 
 
 def test_a_worker_of_several_threads_is_woken_and_stopped_as_one() -> None:

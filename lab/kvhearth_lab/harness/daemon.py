@@ -21,14 +21,11 @@ from kvhearth import native
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import ENVIRONMENT_NAME
 from kvhearth.url import ATTACH_SOCKET
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.cli.admin_client import AdminClient
 from kvhearth_server.config.load import ENV_PREFIX, flag_of
 from kvhearth_server.engine.snapshot import Stats
 
-READY_S = 60.0
-"""A daemon starts in under a second; on a shared machine it may take longer."""
-END_S = 30.0
-ADMIN_S = 20.0
 _SHOWN_CHARS = 1500
 _TRACEBACK = "Traceback (most recent call last)"
 _GATEWAY_ENDED = "gateway.ended"
@@ -184,8 +181,8 @@ class Daemon:
         return flags
 
     def wait_ready(self) -> bool:
-        """Wait until it accepts clients; False if it ended, or after ``READY_S``."""
-        end = time.monotonic() + READY_S
+        """Wait until it accepts clients; False if it ended, or after ``HUNG_S``."""
+        end = time.monotonic() + HUNG_S
         while not self.dead and time.monotonic() < end:
             if self._answers():
                 return True
@@ -212,7 +209,7 @@ class Daemon:
     def _answers(self) -> bool:
         """Whether the process accepts on the attach socket; the file may be that of a dead one."""
         with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(READY_S)
+            probe.settimeout(HUNG_S)
             try:
                 probe.connect(str(self.socket_dir / ATTACH_SOCKET))
                 data = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -231,7 +228,7 @@ class Daemon:
         self.kill()
         return self.start(fault)
 
-    def terminate(self, timeout_s: float = END_S) -> int:
+    def terminate(self, timeout_s: float = HUNG_S) -> int:
         """Send SIGTERM. Return the exit status.
 
         Raises:
@@ -282,7 +279,7 @@ class Daemon:
         port = str(self.settings["listen"]).rpartition(":")[2]
         return f"kvhearth://{host}:{port}?{options}"
 
-    def operator(self, deadline_s: float = ADMIN_S) -> AdminClient:
+    def operator(self, deadline_s: float = HUNG_S) -> AdminClient:
         """Return a client of the operators' door."""
         return AdminClient(self.socket_dir, deadline_s)
 
@@ -336,7 +333,7 @@ class Daemon:
                 said: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
                 if said.get("event") == event:
                     return {**said, "seconds": waited_s}
-            if self.dead or waited_s > READY_S:
+            if self.dead or waited_s > HUNG_S:
                 raise self._not_up()
             time.sleep(0.002)
 

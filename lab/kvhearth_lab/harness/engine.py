@@ -25,14 +25,13 @@ from kvhearth.page_layout import PagedKV
 from kvhearth.results import CommitGroup, Pin, Reservation
 from kvhearth.session.link import Arena
 from kvhearth.transfer.copier_pool import default_copier
+from kvhearth_lab.harness import HUNG_S
 
 BLOCK_TOKENS = 16
 PAGES = 64
 """Upper bound on the blocks of one load."""
 STORE_MAX = 96
 """Upper bound on the blocks of one store; a daemon binds that many in two portions."""
-COPY_S = 20.0
-CLOSE_S = 10.0
 Block: TypeAlias = Any
 """Name of a block: its key of 32 bytes, or what ``key_of`` makes its key of, such as a number."""
 
@@ -210,7 +209,7 @@ class Rank:
         Raises:
             KVHearthError: copies do not drain.
         """
-        closed = self.client.close(CLOSE_S)
+        closed = self.client.close(HUNG_S)
         if self._copier is not None:
             self._copier.check_books()
             self._copier.close()
@@ -238,7 +237,7 @@ class Rank:
     def _wait(self, copier: Copier, ticket: Ticket | None) -> Copied:
         if ticket is None:
             raise hung("the copier's queue is full")
-        done = copier.wait(ticket, COPY_S)
+        done = copier.wait(ticket, HUNG_S)
         if done is None:
             raise hung("a copy")
         sums = np.zeros((len(done.ok), 16), np.uint8)

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from kvhearth.errors import KVHearthError, Reason
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_server.tiers.remote.helper.__main__ import open_driver
 from kvhearth_server.tiers.remote.names import LAYOUT, is_object_name
 from kvhearth_server.tiers.remote.url import parse_remote
@@ -24,8 +25,6 @@ HOST = "127.0.0.1"
 _PORTS = range(20_000, 22_700)
 """So low that those of SeaweedFS 10,000 above are below those of the kernel's clients, too."""
 _TRIES = 100
-_START_S = 60.0
-_LIST_S = 20.0
 _POLL_S = 0.02
 _SERVERS = {S3: ("weed",), VALKEY: ("valkey-server", "redis-server")}
 _LIBRARIES = {DIRECTORY: "obstore", S3: "obstore", VALKEY: "glide_sync"}
@@ -131,7 +130,7 @@ class RemoteServer:
         Raises:
             KVHearthError: ``internal``: it does not come up.
         """
-        end = time.monotonic() + _START_S
+        end = time.monotonic() + HUNG_S
         while True:
             try:
                 self.names()
@@ -182,7 +181,7 @@ class RemoteServer:
         """
         if not self._command:
             return _below(self._data)
-        with socket.create_connection((HOST, self._ports[0]), _LIST_S):
+        with socket.create_connection((HOST, self._ports[0]), HUNG_S):
             pass  # else the library would try for long
 
         async def listed() -> set[str]:
@@ -190,7 +189,7 @@ class RemoteServer:
             driver.attach(memoryview(bytearray(1)))
             found = set()
             try:
-                async with asyncio.timeout(_LIST_S):
+                async with asyncio.timeout(HUNG_S):
                     async for portion in driver.list(f"{LAYOUT}/"):
                         found |= {each.name for each in portion if is_object_name(each.name)}
             finally:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvhearth.errors import KVHearthError
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.client_process import ANSWER_S, Client
-from kvhearth_lab.harness.daemon import ADMIN_S
 from kvhearth_lab.harness.engine import key_of
 from kvhearth_lab.torture import damage
 from kvhearth_lab.torture.faults.connections import STAGES, CutHandshake
@@ -321,7 +321,7 @@ def _remote_figures(world: World) -> str:
     """Return the daemon's metrics of its remote that are not zero, in one line."""
     try:
         address = world.daemon.ready()["http"]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=ADMIN_S) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=HUNG_S) as answer:
             lines = answer.read().decode().splitlines()
     except (OSError, KVHearthError) as error:
         return f"the daemon's metrics are not told: {error}"

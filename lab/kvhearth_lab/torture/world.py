@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.client_process import Client, Line
-from kvhearth_lab.harness.daemon import READY_S
 from kvhearth_lab.harness.relay import Relay
 from kvhearth_lab.torture.plan import Plan
 from kvhearth_lab.torture.report import CAUGHT, CRASH, LOST, WRONG, Report, Stalls, Window
@@ -120,11 +120,11 @@ class Clients(Scenario):
                 os.kill(pid, signal.SIGKILL)
 
     def _await_gateway(self) -> None:
-        end = time.monotonic() + READY_S
+        end = time.monotonic() + HUNG_S
         while not self.daemon.dead and not set(self.daemon.gateways()) - self._killed:
             time.sleep(_TICK_S)
             if time.monotonic() > end:
-                text = f"no gateway serves after {READY_S:g} s: {self.daemon.complaints()}"
+                text = f"no gateway serves after {HUNG_S:g} s: {self.daemon.complaints()}"
                 self.report.find(CRASH, text, self.where)
                 raise UselessError
 
