@@ -8,28 +8,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.config import KVTransferConfig
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     ReqContext,
     ScheduleEndContext,
     make_offload_key,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
-from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 CHUNKS = 12
@@ -44,37 +46,57 @@ def chunks() -> np.ndarray:
     return np.random.default_rng(33).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
 
 
+TOKENS, HEADS, DIM = 32, 8, 2048
+"""A block of one layer of float32 keys and values takes ``CHUNK_BYTES``."""
+
+
 class Engine:
-    """The scheduler's half of an engine with ``TieringOffloadingSpec``.
+    """The scheduler's half of an engine with ``TieringOffloadingSpec``, made by vLLM's connector.
 
     Args:
-        model: name or directory of the model.
+        model: directory of the model.
         options: entry of ``secondary_tiers``, but its ``type``.
         events: whether it publishes which blocks are where.
+        given: arguments of the engine.
     """
 
-    def __init__(self, model: str, options: dict[str, Any], *, events: bool = False) -> None:
+    def __init__(
+        self, model: str, options: dict[str, Any], *, events: bool = False, **given: Any
+    ) -> None:
         load_general_plugins()
         extra = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": PRIMARY_CHUNKS * CHUNK_BYTES,
             "secondary_tiers": [{"type": "KVHearthTier", **options}],
         }
-        config = OffloadingConfig(
-            groups=(OffloadingGroupConfig(16, ("layer",), 0),),
-            worker_kv_bytes_per_block=CHUNK_BYTES,
-            enable_kv_cache_events=events,
-            extra_config=extra,
-            engine_id=f"test-{os.getpid()}-{secrets.token_hex(4)}",
-            model=OffloadingModelConfig(model, "float16"),
-            cache=OffloadingCacheConfig(16, 1),
-            parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+        transfer = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=extra,
         )
-        self.manager = OffloadingSpecFactory.create_spec(config).get_manager()
+        config = AsyncEngineArgs(
+            model=model,
+            block_size=TOKENS,
+            skip_tokenizer_init=True,
+            kv_transfer_config=transfer,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
+            **given,
+        ).create_engine_config()
+        spec = FullAttentionSpec(
+            block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
+        )
+        blocks = KVCacheConfig(
+            num_blocks=PRIMARY_CHUNKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        connector = OffloadingConnector(config, KVConnectorRole.SCHEDULER, blocks)
+        self.manager = connector.scheduler.manager
         (self.tier,) = self.manager.secondary_tiers
         primary = self.manager.primary_tier
         self.mapped = primary._mmap_region.mmap_obj
         self.rows = np.asarray(primary.get_kv_memoryview()).view(np.uint8)
+        self.events: list[Any] = []
         self._stored: list[bool] = []
         self._jobs_of = self.tier.get_finished_jobs
         self.tier.get_finished_jobs = self._finished
@@ -82,8 +104,9 @@ class Engine:
         self.manager.on_new_request(self.request)
 
     def step(self) -> None:
-        """End a step of the scheduler."""
+        """End a step of the scheduler, which takes the events, too."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self.events += self.manager.take_events()
 
     def steps_until(self, condition: Callable[[], Any], what: str) -> None:
         """Run steps until ``condition()``."""
@@ -138,9 +161,9 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running(model: str, options: dict[str, Any]) -> Iterator[Engine]:
+def running(model: str, options: dict[str, Any], **given: Any) -> Iterator[Engine]:
     """An engine that is shut down at the end."""
-    engine = Engine(model, options)
+    engine = Engine(model, options, **given)
     yield engine
     engine.close()
 
@@ -151,9 +174,9 @@ def store(model: str, options: dict[str, Any]) -> list[bool]:
         return engine.store()
 
 
-def load(model: str, options: dict[str, Any]) -> tuple[list[str], bool]:
+def load(model: str, options: dict[str, Any], **given: Any) -> tuple[list[str], bool]:
     """Return what an engine finds, and whether its bytes are those that were stored."""
-    with running(model, options) as engine:
+    with running(model, options, **given) as engine:
         names = engine.looked_up()
         return names, engine.equal(names)
 
@@ -215,21 +238,18 @@ def publish(model: str, options: dict[str, Any]) -> list[int]:
     """Store the chunks, then drop the namespace; return how many the tier tells as stored and as
     removed.
     """
-    told = [0, 0]
 
-    def count(engine: Engine) -> int:
-        for event in engine.manager.take_events():
-            if event.ownership == "kvhearth":
-                told[event.removed] += len(set(event.keys) & set(KEYS))
-        return sum(told)
+    def told(*, removed: bool) -> int:
+        ours = [event for event in engine.events if event.ownership == "kvhearth"]
+        return sum(len(set(event.keys) & set(KEYS)) for event in ours if event.removed == removed)
 
     engine = Engine(model, options, events=True)
     engine.store()
-    engine.steps_until(lambda: count(engine) == CHUNKS, "stores are told")
+    engine.steps_until(lambda: told(removed=False) == CHUNKS, "stores are told")
     engine.manager.reset_cache()
-    engine.steps_until(lambda: count(engine) == 2 * CHUNKS, "removals are told")
+    engine.steps_until(lambda: told(removed=True) == CHUNKS, "removals are told")
     engine.close()
-    return told
+    return [told(removed=False), told(removed=True)]
 
 
 def forget(engine: Engine) -> None:

@@ -26,12 +26,15 @@ class Server(Logged):
 
     Args:
         folder: the folder for its log.
+        environment: variables in addition to those of every engine.
         options: command line options; dictionaries become JSON, True a bare flag.
     """
 
     starts = 0
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, environment: dict[str, str] | None = None, **options: Any
+    ) -> None:
         Server.starts += 1
         self.port = free_port()
         self.log_path = folder / f"server-{Server.starts}.log"
@@ -49,7 +52,7 @@ class Server(Logged):
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env={**variables, **ENVIRONMENT},
+                env={**variables, **ENVIRONMENT, **(environment or {})},
             )
         try:
             self._wait_up()

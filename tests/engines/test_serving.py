@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.harness import connector
+from engines.harness import connector, model
+from engines.hub import running_hub
 from engines.kit import (
     Reference,
     prompt,
@@ -21,10 +22,21 @@ LENGTH = 2000
 SERVED = whole_blocks(LENGTH)
 
 
-def test_serve_and_serve_again(daemon: Daemon, reference: Reference, logs: Path) -> None:
+def test_serve_and_serve_again(
+    daemon: Daemon, reference: Reference, logs: Path, tmp_path: Path
+) -> None:
+    """A model named in a hub, without a revision; vLLM finds the commit."""
+    with running_hub(model("tiny"), tmp_path / "hub") as environment:
+        serve_twice(daemon, reference, logs, environment)
+
+
+def serve_twice(
+    daemon: Daemon, reference: Reference, logs: Path, environment: dict[str, str]
+) -> None:
     text = prompt("served", LENGTH)
     expected = reference.answer(text)["tokens"]
-    options = served(daemon, connector(daemon, on_reset="keep"))
+    flag = connector(daemon, on_reset="keep")
+    options = served(daemon, flag, model="example/tiny", environment=environment)
     with running_server(logs, **options) as server:
         wait_attached(daemon)
         first = server.complete(text)

@@ -4,6 +4,8 @@ the copies from and to a GPU. Each call of ``inside`` is an engine of its own.
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,17 @@ from support.tiers import flip_stored
 
 CHUNKS, CHUNK_BYTES = 12, 4 << 20
 MEMORY = {"memory": "96MiB", "slab_bytes": "8MiB"}
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 4096,
+    "vocab_size": 512,
+    "dtype": "float32",
+}
 HITS, MISSES = ["HIT"] * CHUNKS, ["MISS"] * CHUNKS
 
 
@@ -29,14 +42,16 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    return weights(tmp_path / "a", b"weights")
+    return weights(tmp_path / "a", "weights")
 
 
-def weights(folder: Path, content: bytes) -> str:
-    """Make a model's directory; all of them have the same name."""
+def weights(folder: Path, content: str) -> str:
+    """Make a model's directory with a file without tensors; all of them have the same name."""
     model = folder / "served"
     model.mkdir(parents=True)
-    (model / "model.safetensors").write_bytes(content)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    header = json.dumps({"__metadata__": {"content": content}}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     return str(model)
 
 
@@ -53,10 +68,29 @@ def test_another_engine_finds_the_first_ones_blocks(
     assert engine(logs, "store", model, daemon) == [True]
     assert engine(logs, "load", model, daemon) == [HITS, True]
     daemon.restart()
-    same = weights(tmp_path / "b", b"weights")
+    same = weights(tmp_path / "b", "weights")
     assert engine(logs, "load", same, daemon) == [HITS, True]
-    other = weights(tmp_path / "c", b"Weights")
+    other = weights(tmp_path / "c", "Weights")
     assert engine(logs, "load", other, daemon)[0] == MISSES
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 1e4}}},
+    {"kv_cache_dtype": "fp8"},
+    {"attention_backend": "CPU_ATTN"},
+    {"load_format": "dummy"},
+    {"max_model_len": 2048},
+]
+
+
+def test_arguments_that_change_kv_keep_engines_of_one_model_apart(
+    logs: Path, daemon: Daemon, model: str
+) -> None:
+    """vLLM tells a tier none of them; those that change no KV do not."""
+    assert engine(logs, "store", model, daemon) == [True]
+    for given in OTHERS:
+        assert engine(logs, "load", model, daemon, **given)[0] == MISSES, given
+    assert engine(logs, "load", model, daemon, max_num_seqs=7, seed=3) == [HITS, True]
 
 
 def test_blocks_on_ssd_are_promoted_by_lookups(logs: Path, model: str, tmp_path: Path) -> None:

@@ -116,6 +116,14 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "dtype": lambda c: setattr(c.model_config, "dtype", "torch.float32"),
     "rope": lambda c: setattr(c.model_config.hf_config, "to_dict", lambda: {"rope_theta": 1e6}),
     "overrides": lambda c: setattr(c.model_config, "hf_overrides", {"rope_theta": 5e5}),
+    "images": lambda c: setattr(c.model_config, "mm_processor_kwargs", {"max_pixels": 1}),
+    "later": lambda c: setattr(c.cache_config, "a_setting_of_tomorrow", True),
+    "loader": lambda c: setattr(c.load_config, "ignore_patterns", ["a*"]),
+    "backend": lambda c: setattr(c, "attention_config", SimpleNamespace(backend="FLASHINFER")),
+    "additional": lambda c: setattr(c, "additional_config", {"a": 1}),
+    "generation": lambda c: setattr(
+        c.model_config, "override_generation_config", {"attn_temperature_tuning": True}
+    ),
     "hash": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
     "dcp": lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
 }
@@ -134,6 +142,9 @@ def test_the_place_of_a_configuration_does_not_change_it() -> None:
     moved = config()
     moved.model_config.hf_config.to_dict = lambda: {"rope_theta": 1e4, "_name_or_path": "/other"}
     moved.kv_transfer_config.engine_id = "engine-2"
+    moved.model_config.served_model_name = "other"
+    moved.cache_config.num_gpu_blocks = 7
+    moved.scheduler_config = SimpleNamespace(max_num_seqs=7)
     assert contract(moved) == contract(config())
 
 
@@ -171,6 +182,9 @@ def test_the_name_of_a_local_model(tmp_path: Path) -> None:
 
 PRIVATE: dict[str, Callable[[Any], None]] = {
     "dummy": lambda c: setattr(c.load_config, "load_format", "dummy"),
+    "tensorizer": lambda c: setattr(c.load_config, "load_format", "tensorizer"),
+    "streamer": lambda c: setattr(c.load_config, "load_format", "runai_streamer"),
+    "function": lambda c: setattr(c.model_config, "hf_overrides", lambda config: config),
     "branch": lambda c: setattr(c.model_config, "revision", "main"),
     "object store": lambda c: setattr(c.model_config, "model_weights", "s3://bucket/model"),
     "seed": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"),
@@ -215,21 +229,15 @@ def test_weights_in_an_object_store_need_a_name(tmp_path: Path) -> None:
     assert not contract(pulled, given_revision="release 7").private
 
 
-def test_the_length_counts_where_it_chooses_the_factors() -> None:
-    cases: list[tuple[dict[str, Any], bool]] = [
-        ({"rope_parameters": {"rope_type": "longrope"}}, True),
-        ({"rope_scaling": {"type": "su"}}, True),
-        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, True),
-        ({"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": None}, False),
-        ({}, False),
-    ]
-    for place in ("hf_config", "hf_text_config"):
-        for rope, counts in cases:
-            short, long = config(), config()
-            long.model_config.max_model_len = 131072
-            for one in (short, long):
-                setattr(one.model_config, place, SimpleNamespace(to_dict=dict, **rope))
-            assert (contract(short) != contract(long)) == counts, (place, rope)
+def test_the_length_counts_as_it_was_asked_for() -> None:
+    """LongRoPE and Llama 4 compute otherwise from a length on."""
+    one, other, fitted, refitted = config(), config(), config(), config()
+    other.model_config.max_model_len = 131072
+    assert contract(other) != contract(one)
+    for each, length in ((fitted, 5000), (refitted, 6000)):
+        each.model_config.original_max_model_len = -1
+        each.model_config.max_model_len = length
+    assert contract(fitted) == contract(refitted) != contract(one)
 
 
 def test_a_revision_that_is_no_commit_is_private() -> None:
@@ -237,6 +245,32 @@ def test_a_revision_that_is_no_commit_is_private() -> None:
     branch.model_config.revision = "main"
     assert contract(branch).private
     assert not contract(branch, given_revision="release 7").private
+
+
+class Resolved(str):
+    """A revision as vLLM keeps it: what was asked for, and the commit that it found."""
+
+    resolved = COMMIT
+
+
+def test_the_commit_that_vllm_found_names_a_model_of_a_hub() -> None:
+    """Its draft model's too."""
+    found, told = config(), config()
+    found.model_config.revision = Resolved("main")
+    for one, revision in ((found, Resolved("main")), (told, COMMIT)):
+        draft = SimpleNamespace(model="org/draft", revision=revision)
+        one.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
+    assert not contract(found).private
+    assert contract(found) == contract(told)
+
+
+def test_a_local_file_has_no_commit(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    one = config()
+    one.model_config.model = str(path)
+    assert contract(one).private
+    assert not contract(one, given_revision="release 7").private
 
 
 def test_a_weak_hash_needs_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +290,12 @@ def test_a_draft_model_is_part_of_it() -> None:
         speculative_config=SimpleNamespace(method="eagle", draft_model_config=draft)
     )
     found = contract(with_draft)
-    assert found.draft_model == f"eagle:org/draft:{COMMIT}"
+    assert found.draft_model.startswith(f"eagle:org/draft:{COMMIT}:")
+    draft.hf_overrides = {"rope_theta": 1}
+    assert contract(with_draft) != found
+    # vLLM's own, which has done its work on the draft's configuration
+    draft.hf_overrides = lambda config: config
+    assert not contract(with_draft).private
     ngram = config(speculative_config=SimpleNamespace(method="ngram", draft_model_config=draft))
     assert contract(ngram) == contract(config())
 
@@ -299,6 +338,32 @@ def test_a_local_directory_is_its_files(tmp_path: Path) -> None:
     assert local(first).revision != local(model_folder(tmp_path / "c")).revision
 
 
+def test_links_to_directories_are_what_they_lead_to(tmp_path: Path) -> None:
+    """Wherever they stand; a link that leads back ends there."""
+    first, second = model_folder(tmp_path / "a"), model_folder(tmp_path / "b")
+    (second / "model.safetensors").write_bytes(b"other")
+    model = tmp_path / "model"
+    (model / "deep").mkdir(parents=True)
+    found = []
+    for place in (first, second):
+        for link in (model / "weights", model / "deep" / "weights"):
+            link.unlink(missing_ok=True)
+            link.symlink_to(place)
+            found.append(local(model))
+    assert len(set(found)) == len(found)
+    (model / "deep" / "back").symlink_to(model)
+    assert local(model) == found[-1]
+
+
+def test_a_directory_without_end_has_no_digest(tmp_path: Path) -> None:
+    for number in range(13):
+        (tmp_path / str(number)).mkdir()
+        for side in "ab":
+            (tmp_path / str(number) / side).symlink_to(tmp_path / str(number + 1))
+    with pytest.raises(OSError, match="more than 4096"):
+        digests.directory_digest(tmp_path / "0")
+
+
 def test_a_large_file_is_read_once_and_anew_when_it_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +394,15 @@ def test_an_adapter_is_its_files(tmp_path: Path) -> None:
     assert identity.adapter_digest(str(first)) == identity.adapter_digest(str(second))
     (second / "config.json").write_text('{"r": 8}')
     assert identity.adapter_digest(str(first)) != identity.adapter_digest(str(second))
+
+
+def test_how_an_adapter_is_read_is_part_of_it(tmp_path: Path) -> None:
+    path = str(model_folder(tmp_path / "a"))
+    read = [
+        Adapters(SimpleNamespace(target_modules=modules, max_loras=number)).digest(lora(path))
+        for modules, number in ((None, 1), (None, 2), (["o_proj"], 1))
+    ]
+    assert read[0] == read[1] != read[2]
 
 
 def test_an_adapter_without_files_has_no_digest(caplog: pytest.LogCaptureFixture) -> None:
@@ -381,49 +455,54 @@ def offloading(model: str = "org/model", **over: Any) -> Any:
     return SimpleNamespace(**values)
 
 
-def chunks(config: Any, page_bytes: int = 1 << 20, **over: Any) -> Contract:
-    facts = {"version": "0.33.0", "run": "run", "given_revision": "", "live": False, **over}
-    return tier_contract(config, page_bytes, **facts)
+def chunks(told: Any, page_bytes: int = 1 << 20, **over: Any) -> Contract:
+    facts = {
+        "version": "0.33.0",
+        "run": "run",
+        "given_revision": "",
+        "live": False,
+        "vllm_config": config(),
+        **over,
+    }
+    return tier_contract(told, page_bytes, **facts)
 
 
-def served(folder: Path, name: str, content: bytes | None) -> str:
-    """Make a model's directory with this last name, with weights or without."""
-    model = folder / name / "served"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    if content is not None:
-        (model / "model.safetensors").write_bytes(content)
-    return str(model)
+def test_what_changes_kv_changes_a_tiers_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier is not told of it; vLLM's own configuration says so."""
+    found = {chunks(offloading()).to_json(): "none"}
+    names = [name for name in CHANGES if name != "dcp"]
+    for name in names:
+        changed = config()
+        CHANGES[name](changed)
+        found[chunks(offloading(), vllm_config=changed).to_json()] = name
+    spread = config()
+    spread.parallel_config.cp_kv_cache_interleave_size = 16
+    found[chunks(offloading(), vllm_config=spread).to_json()] = "interleave"
+    found[chunks(offloading(), device="cuda/9.0").to_json()] = "device"
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    found[chunks(offloading()).to_json()] = "environment"
+    assert list(found.values()) == ["none", *names, "interleave", "device", "environment"]
 
 
-def test_models_of_one_served_name_share_no_chunks(tmp_path: Path) -> None:
-    one, same, other = (
-        chunks(offloading(served(tmp_path, name, content)))
-        for name, content in (("a", b"weights"), ("b", b"weights"), ("c", b"Weights"))
-    )
-    assert one == same
-    assert one.revision != other.revision
-    assert not one.private
+def test_an_engine_with_adapters_shares_no_chunks_unless_named() -> None:
+    """vLLM's hashes know them by path, and a tier has no request to look at."""
+    engine = config(lora_config=SimpleNamespace())
+    assert chunks(offloading(), vllm_config=engine).private
+    assert not chunks(offloading(), vllm_config=engine, given_revision="r1").private
+    assert not contract(engine).private
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "live", "revision"),
-    [
-        ("org/model", "", False, "private:run"),
-        ("org/model", "r1", False, "r1"),
-        ("org/model", "r1", True, "private:run"),
-        ("with weights", "r1", True, "private:run"),
-        ("without weights", "", False, "private:run"),
-        ("without weights", "r1", False, "r1"),
-    ],
-)
-def test_chunks_of_weights_without_a_name_are_private(
-    tmp_path: Path, model: str, given: str, live: bool, revision: str
-) -> None:
-    """vLLM names no revision; a directory without weights was filled from an object store."""
-    if not model.startswith("org/"):
-        model = served(tmp_path, model, b"weights" if model == "with weights" else None)
-    assert chunks(offloading(model), given_revision=given, live=live).revision == revision
+@pytest.mark.parametrize("known", [True, False])
+def test_chunks_of_weights_without_a_name_are_private(*, known: bool) -> None:
+    """Where vLLM's configuration was not found, those of every engine are."""
+    engine = config() if known else None
+    if engine:
+        engine.model_config.revision = "main"
+    for given, live, private in (("", False, True), ("r1", False, False), ("r1", True, True)):
+        facts = {"given_revision": given, "live": live, "vllm_config": engine}
+        found = chunks(offloading(), **facts)
+        assert found.private == private
+        assert (chunks(offloading(), run="other", **facts) == found) != private
 
 
 def test_each_part_of_a_chunk_is_in_its_contract() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvhearth.counters import log_event
 
 _PIECE_BYTES = 8 << 20
 _KEPT_FROM_BYTES = 16 << 20
-_FILES_MAX = 4096
+_PATHS_MAX = 4096
 _KEPT_MAX = 4096
 _IGNORED = (".git", "__pycache__", ".cache")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -35,77 +36,111 @@ class Weights:
     revision: str
 
 
-def name_weights(name: str, revision: str, run: str, given: str, option: str) -> Weights:
+def name_weights(
+    name: str, revision: str, run: str, given: str, option: str, *, elsewhere: str = ""
+) -> Weights:
     """Name the weights: a hub's commit, or the digest of a local directory's files.
 
     Args:
         name: the model's directory, or its name in a hub.
-        revision: revision in the hub that the engine was told, or empty.
+        revision: revision in the hub that the engine was told or has found, or empty.
         run: name of this run of the engine, for weights that have no other.
         given: the user's own name for the weights, or empty.
         option: where the user gives it, for the warning of weights that have no name.
+        elsewhere: what they are if the engine takes them from another place than ``name``.
     """
     local = Path(name).expanduser()
     if given:
-        return Weights("given" if local.is_dir() else name, given)
-    if local.is_dir():
+        return Weights("given" if local.exists() else name, given)
+    problem = f"{elsewhere} have no digest" if elsewhere else ""
+    if local.is_dir() and not problem:
         try:
             return Weights("directory", directory_digest(local))
         except OSError as error:
-            log_event(
-                WARNING,
-                "weights.private",
-                "the weights have no digest, nobody can share their KV",
-                error=error,
-            )
-            return Weights("directory", f"{PRIVATE}{run}")
-    if _COMMIT.fullmatch(revision):
+            problem = f"the weights have no digest ({error})"
+    if _COMMIT.fullmatch(revision) and not problem and not local.exists():
         return Weights(name, revision)
+    problem = problem or f"no commit of {name} is known"
+    return _private("directory" if local.exists() else name, run, problem, option)
+
+
+def unless_unknown(
+    weights: Weights, unknown: Collection[str], run: str, given: str, option: str
+) -> Weights:
+    """Return the weights, or a name that no other run has if settings are unknown.
+
+    Args:
+        unknown: settings that cannot be compared with those of another run.
+        run, given, option: as of ``name_weights``.
+    """
+    if not unknown or given or weights.revision.startswith(PRIVATE):
+        return weights
+    problem = f"nothing tells whether {', '.join(unknown)} is the same in another run"
+    return _private(weights.model, run, problem, option)
+
+
+def _private(model: str, run: str, problem: str, option: str) -> Weights:
     log_event(
         WARNING,
         "weights.private",
-        "the revision is no commit, its KV is kept for this engine alone: set 'revision' in "
-        f"{option} to share it",
-        model=name,
-        revision=revision,
+        f"{problem}: its KV is kept for this run of the engine alone; set 'revision' in {option} "
+        "to share it",
+        model=model,
     )
-    return Weights(name, f"{PRIVATE}{run}")
+    return Weights(model, f"{PRIVATE}{run}")
 
 
 def directory_digest(folder: Path) -> str:
     """Return the hex digest of the names and bytes of all files below ``folder``.
 
-    Large files are read once: their digests are remembered in the user's cache folder, by device,
-    inode, size and times of change.
+    Links are followed, also into directories. Large files are read once: their digests are
+    remembered in the user's cache folder, by device, inode, size and times of change.
 
     Raises:
-        OSError: a file cannot be read, or there are more than 4096.
+        OSError: a file cannot be read, or there are more than 4096 files and directories.
     """
     whole = hashlib.sha256()
     for path in _files(folder):
-        name = path.relative_to(folder).as_posix()
-        whole.update(f"{len(name)}:{name}:".encode())
-        whole.update(_file_digest(path))
+        name = os.fsencode(path.relative_to(folder))
+        whole.update(b"%d:%s:" % (len(name), name))
+        whole.update(file_digest(path))
     return whole.hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:
-    found = sorted(_walk(folder))
-    if len(found) > _FILES_MAX:
-        raise OSError(f"{folder} has more than {_FILES_MAX} files")
-    return found
+    found = list(itertools.islice(_walk(folder, ()), _PATHS_MAX + 1))
+    if len(found) > _PATHS_MAX:
+        raise OSError(f"{folder} has more than {_PATHS_MAX} files and directories")
+    return sorted(path for path in found if path.is_file())
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for base, folders, files in os.walk(folder, followlinks=False):
-        folders[:] = [name for name in folders if name not in _IGNORED]
-        for name in files:
-            path = Path(base) / name
-            if path.is_file():
-                yield path
+def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+    """Yield all that is below a directory, through links, as an engine finds it.
+
+    Args:
+        above: device and inode of the directories that it lies in; a link to one of them ends.
+    """
+    facts = folder.stat()
+    mark = (facts.st_dev, facts.st_ino)
+    if mark in above:
+        return
+    try:
+        names = os.listdir(folder)
+    except PermissionError:  # closed to the engine, too, such as a volume's lost+found
+        return
+    for name in names:
+        path = folder / name
+        yield path
+        if name not in _IGNORED and path.is_dir():
+            yield from _walk(path, (*above, mark))
 
 
-def _file_digest(path: Path) -> bytes:
+def file_digest(path: Path) -> bytes:
+    """Return the digest of a file's bytes, 16 bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     facts = path.stat()
     if facts.st_size < _KEPT_FROM_BYTES:
         return _read(path)

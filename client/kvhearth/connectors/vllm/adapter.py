@@ -27,6 +27,7 @@ from kvhearth.connectors.vllm.identity import (
     Adapters,
     EngineGroup,
     engine_contract,
+    interleave_of,
     model_name_of,
     process_group_of,
     weights_change,
@@ -217,11 +218,12 @@ class RequestReader:
 
     Args:
         publishes: whether the engine publishes which blocks are where, with their tokens.
+        lora_config: vLLM's, or None.
     """
 
-    def __init__(self, *, publishes: bool = False) -> None:
+    def __init__(self, *, publishes: bool = False, lora_config: Any = None) -> None:
         self._publishes = publishes
-        self._adapters = Adapters()
+        self._adapters = Adapters(lora_config)
         self._warnings = Warnings()
 
     def options_of(self, request: Any) -> RequestOptions:
@@ -380,7 +382,9 @@ def make_scheduler(
         str(transfer.engine_id),
         hash_tokens,
         int(vllm_config.scheduler_config.max_num_batched_tokens),
-        RequestReader(publishes=publishes(vllm_config)).options_of,
+        RequestReader(
+            publishes=publishes(vllm_config), lora_config=getattr(vllm_config, "lora_config", None)
+        ).options_of,
         stores=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
         drops_block=speculative is not None and speculative.use_eagle_block_drop(),
@@ -523,5 +527,5 @@ def packing_of(vllm_config: Any, kv_cache_config: Any) -> str:
     ]
     parallel = vllm_config.parallel_config
     if int(getattr(parallel, "decode_context_parallel_size", 1)) > 1:
-        parts.append(f"interleave={getattr(parallel, 'cp_kv_cache_interleave_size', 1)}")
+        parts.append(f"interleave={interleave_of(vllm_config)}")
     return ";".join(parts)[:1000]

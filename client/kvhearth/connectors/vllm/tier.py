@@ -7,8 +7,10 @@ only copy is between a row and a slot in the daemon's memory.
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from logging import WARNING
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -35,7 +40,7 @@ from kvhearth.cache import Cache
 from kvhearth.connectors.core.block_feed import BlockFeed
 from kvhearth.connectors.core.settings import CacheSettings, one_of, parse_settings
 from kvhearth.connectors.vllm.events import OWNERSHIP, must_step
-from kvhearth.connectors.vllm.identity import tier_contract
+from kvhearth.connectors.vllm.identity import tier_contract, weights_change
 from kvhearth.counters import log_event
 from kvhearth.fail_open import parse_arguments
 from kvhearth.results import PromotionWait
@@ -92,14 +97,17 @@ class KVHearthTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._settings = parse_settings(TierSettings, options)
         self._kv = kvhearth.PagedKV([np.asarray(primary_kv_view).view(np.uint8)])
-        config = offloading_spec.config
+        config, engine = offloading_spec.config, _engine_config()
+        on_reset = self._settings.on_reset
         self._contract = tier_contract(
             config,
             self._kv.page_bytes,
             version=__version__,
             run=f"{config.engine_id}/{secrets.token_hex(8)}",
             given_revision=self._settings.revision,
-            live=self._settings.on_reset == "drop",
+            live=on_reset == "drop" if engine is None else weights_change(engine, on_reset),
+            vllm_config=engine,
+            device=_device(),
         )
         self._cache = kvhearth.open(self._settings.url, self._contract)
         self._lookup_manager = _Lookups(self._cache, tier_type)
@@ -243,6 +251,25 @@ class KVHearthTier(SecondaryTierManager):
         """Return the identity of the weights, by which engines share blocks."""
         values = (self._contract.model, self._contract.revision)
         return dict(zip(self.config_info_keys({}), values, strict=True))
+
+
+def _engine_config() -> VllmConfig | None:
+    """Return the configuration of the engine that is making its tiers, or None.
+
+    vLLM gives it to its connector, which makes the tiers, but not to them.
+    """
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        for value in frame.f_locals.values():
+            if isinstance(value, VllmConfig) and value.kv_transfer_config is not None:
+                return value
+    return get_current_vllm_config_or_none()
+
+
+def _device() -> str:
+    """Return what vLLM chooses an attention backend by, if nobody names one: a tier sees none."""
+    if current_platform.is_cpu():
+        return f"cpu/{torch.backends.cpu.get_cpu_capability()}"
+    return f"{current_platform.device_type}/{current_platform.get_device_capability()}"
 
 
 class _Lookups(AsyncLookupManager):
