@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvhearth_lab.harness.engine import content
@@ -128,10 +129,16 @@ def backend(pool: Any, options: dict[str, Any], **over: Any) -> Iterator[Any]:
         made.close()
 
 
-def hashes_of(text: str, pages: int) -> list[str]:
+def tokens_of(text: str, pages: int, salt: str | None = None) -> RadixKey:
+    """Return a prompt's tokens as SGLang's tree knows them."""
+    chain = np.random.default_rng(list(text.encode())).integers(1, 9999, pages * PAGE_TOKENS)
+    return RadixKey(array("q", chain.tolist()), cache_salt=salt)
+
+
+def hashes_of(text: str, pages: int, salt: str | None = None) -> list[str]:
     """Return SGLang's hashes of the pages of a prompt."""
-    chain = list(np.random.default_rng(list(text.encode())).integers(1, 9999, pages * PAGE_TOKENS))
-    found: list[str] = get_hash_str([int(token) for token in chain], None, page_size=PAGE_TOKENS)
+    tokens = tokens_of(text, pages, salt)
+    found: list[str] = get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS)
     return found
 
 
@@ -202,20 +209,18 @@ class Server:
         """The back end as the controller holds it."""
         return self.controller.storage_backend
 
-    def back_up(self, text: str, pages: int) -> int:
+    def back_up(self, text: str, pages: int, salt: str | None = None) -> int:
         """Compute a prompt's pages and let the backup thread store them; return how many it did."""
-        keys = hashes_of(text, pages)
+        keys = hashes_of(text, pages, salt)
         indices = fill(self.pool, keys)
         self.controller.write_storage(indices, [0] * len(indices), keys)
         done = self.controller.ack_backup_queue.get(timeout=ANSWER_S)
         self.pool.free(indices)
         return int(done.completed_tokens) // PAGE_TOKENS
 
-    def prefetch(self, text: str, pages: int) -> tuple[int, list[str]]:
+    def prefetch(self, text: str, pages: int, salt: str | None = None) -> tuple[int, list[str]]:
         """Let the prefetch threads fetch a prompt; return the pages they brought, and the wrong."""
-        chain = np.random.default_rng(list(text.encode())).integers(1, 9999, pages * PAGE_TOKENS)
-        tokens = RadixKey([int(token) for token in chain], None)
-        self.controller.prefetch(text, tokens)
+        self.controller.prefetch(text, tokens_of(text, pages, salt))
         found = self.controller.prefetch_hit_queue.get(timeout=ANSWER_S)
         if not found.hash_value:
             return 0, []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,8 +42,11 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_context
 
+from kvhearth.connectors.sglang import server as sglang_server
+from kvhearth.connectors.sglang.identity import HARMLESS
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.page_layout import Shape
 
@@ -262,6 +267,80 @@ def test_updated_weights_find_nothing_of_the_old_ones(daemon: Daemon, model: Pat
     with serving(model), Server(extra(daemon.url())) as server:
         assert server.prefetch("old", 8) == (8, [])
         assert server.prefetch("new", 8) == (0, [])
+
+
+UPDATES: dict[str, Callable[[WeightUpdater], Any]] = {
+    "session": lambda updater: updater.begin_weight_update(),
+    "tensors": lambda updater: updater.load_weights_from_distributed([("w", torch.ones(2))]),
+    "file": lambda updater: updater.update_weights_from_disk("/none", "auto"),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_weights_updated_without_a_version_find_nothing_of_the_old_ones(
+    daemon: Daemon, model: Path, update: Callable[[WeightUpdater], Any]
+) -> None:
+    """By SGLang's own updater. Its next start has the old ones again."""
+    with serving(model):
+        with Server(extra(daemon.url())) as server:
+            assert server.back_up("old", 8) == 8
+            with contextlib.suppress(Exception):
+                update(updater())
+            assert server.prefetch("old", 8) == (0, [])
+            assert server.back_up("old", 8) == 0
+            flush(server)
+            until(lambda: server.back_up("new", 8) == 8, "the new namespace is attached")
+        with Server(extra(daemon.url())) as server:
+            assert server.prefetch("old", 8) == (0, []), "a back end that is attached later"
+    sglang_server._updates = 0
+    with serving(model), Server(extra(daemon.url())) as server:
+        assert server.prefetch("old", 8) == (8, [])
+        assert server.prefetch("new", 8) == (0, [])
+
+
+def updater() -> WeightUpdater:
+    """SGLang's updater of a model of one parameter."""
+    model = torch.nn.Linear(1, 2, bias=False)
+    model.load_weights = lambda tensors: None
+    facts = {"tp_rank": 0, "device": "cpu", "gpu_id": 0, "custom_weight_loaders": {}}
+    asked = dict.fromkeys(("update_model_fields", "recapture_cuda_graph", "get_model_runner"))
+    settings = SimpleNamespace(model_path="/none", dtype=torch.float32)
+    return WeightUpdater(model_config=settings, get_model=lambda: model, **facts, **asked)
+
+
+@pytest.mark.usefixtures("served")
+def test_prompts_of_different_salts_do_not_meet(daemon: Daemon) -> None:
+    with Server(extra(daemon.url())) as server:
+        assert server.back_up("salted", 8, "one") == 8
+        assert server.prefetch("salted", 8, "one") == (8, [])
+        for salt in ("other", None):
+            assert server.prefetch("salted", 8, salt) == (0, [])
+
+
+def test_a_sglang_whose_hashes_leave_salts_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sglang_server.utils, "storage_namespace_seed")
+    with pytest.raises(KVHearthError, match="cache_salt"):
+        sglang_server.check_hashes()
+
+
+def test_servers_of_one_model_differ_in_what_may_change_kv(daemon: Daemon, model: Path) -> None:
+    """By SGLang's own arguments; the harmless ones are all its own, and change nothing."""
+    with serving(model), Server(extra(daemon.url())) as server:
+        assert set(sglang_server.arguments()) >= HARMLESS
+        assert server.back_up("arguments", 8) == 8
+    for argument in (
+        {"kt_weight_path": "/experts"},
+        {"modelopt_checkpoint_restore_path": "/state"},
+        {"model_loader_extra_config": '{"presharded_path":"/other"}'},
+        {"mm_process_config": {"image": {"max_pixels": 1000}}},
+    ):
+        with serving(model, **argument), Server(extra(daemon.url())) as server:
+            assert server.prefetch("arguments", 8) == (0, []), argument
+    with (
+        serving(model, port=31000, random_seed=7, hicache_size=3, served_model_name="x"),
+        Server(extra(daemon.url())) as server,
+    ):
+        assert server.prefetch("arguments", 8) == (8, [])
 
 
 @pytest.mark.usefixtures("served")

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvhearth.connectors.core.fingerprint import environment
 from kvhearth.connectors.sglang.identity import (
-    ARGUMENTS,
+    HARMLESS,
     pool_contract,
     server_fields,
     updated_fields,
@@ -21,7 +22,7 @@ from kvhearth.contract import Contract
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RUN = "run-1"
 ARGS = {
-    **dict.fromkeys(ARGUMENTS, "x"),
+    **dict.fromkeys(HARMLESS, None),
     "checkpoint_engine_wait_weights_before_ready": False,
     "custom_weight_loader": None,
     "load_format": "auto",
@@ -74,7 +75,7 @@ def contract(
     **over: Any,
 ) -> Contract:
     found = {**ARGS, **(args or {})}
-    fields = server_fields(found.__getitem__, version, run, given)
+    fields = server_fields(found, version, run, given)
     return pool_contract(fields, config(**over), name, pool(), runs)
 
 
@@ -91,7 +92,12 @@ def test_what_may_change_kv_changes_the_contract(tmp_path: Path) -> None:
     draft = {"speculative_draft_model_path": folder(tmp_path / "draft", "1")}
     found = [
         contract(),
-        *(contract({name: "other"}) for name in ARGUMENTS if name != "load_format"),
+        *(contract({name: "other"}) for name in ("kt_weight_path", "kv_cache_dtype", "dtype")),
+        contract({"an_argument_of_tomorrow": True}),
+        contract({"environment": {"SGLANG_FP8_IGNORED_LAYERS": "1"}}),
+        contract({"mm_process_config": {"image": {"max_pixels": 1000}}}),
+        contract({"model_loader_extra_config": '{"presharded_path":"/a"}'}),
+        contract({"model_loader_extra_config": '{"presharded_path":"/b"}'}),
         contract({"load_format": "safetensors"}),
         contract({"revision": "f" * 40}),
         contract({"quantization_param_path": str(scales)}),
@@ -107,6 +113,8 @@ def test_what_may_change_kv_changes_the_contract(tmp_path: Path) -> None:
     ]
     assert len({each.to_json() for each in found}) == len(found)
     assert contract(model_name="other", run="run-2") == contract()
+    ports = {"port": 30001, "random_seed": 7, "hicache_size": 16, "served_model_name": "other"}
+    assert contract(ports) == contract()
 
 
 def test_files_are_known_by_their_content(tmp_path: Path) -> None:
@@ -128,6 +136,66 @@ def test_files_are_known_by_their_content(tmp_path: Path) -> None:
     assert with_scales("1") == with_scales("1") != with_scales("2")
 
 
+def test_a_path_in_a_setting_is_what_is_there(tmp_path: Path) -> None:
+    """Also one in a text of JSON; what is there can change under its name."""
+
+    def experts(name: str, content: str) -> tuple[Contract, Contract]:
+        place = folder(tmp_path / name, content)
+        extra = f'{{"presharded_path": "{place}"}}'
+        return contract({"kt_weight_path": place}), contract({"model_loader_extra_config": extra})
+
+    first = experts("a", "1")
+    assert experts("b", "1") == first
+    (tmp_path / "a/weights").write_text("2")
+    assert experts("c", "2") not in (first, experts("d", "3"))
+    assert contract({"kt_weight_path": str(tmp_path / "a")}) == experts("e", "2")[0]
+
+
+def test_a_name_without_a_directory_is_a_file_of_the_folder_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for content in "12":
+        (tmp_path / "scales.json").write_text(content)
+        found.append(contract({"quantization_param_path": "scales.json"}))
+    assert found[0] != found[1]
+    word, path = {"attention_backend": "triton"}, {"kt_weight_path": "experts"}
+    before = contract(word), contract(path)
+    folder(tmp_path / "triton", "1")
+    folder(tmp_path / "experts", "1")
+    assert contract(word) == before[0]
+    assert contract(path) != before[1]
+
+
+def test_variables_that_say_where_something_is_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PORT", "HOST", "DP_RANK", "RUN_ID", "CACHE_DIR", "LOG_LEVEL", "FP8_LAYERS"):
+        monkeypatch.setenv(f"KVH_TEST_{name}", "1")
+    assert environment("KVH_TEST_") == {"KVH_TEST_FP8_LAYERS": "1"}
+
+
+class Broken:
+    """An object of an engine's that cannot say what it is."""
+
+    def to_dict(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "value", [print, object(), Broken(), np.zeros(2000), [print], {"a": {"b": object()}}], ids=str
+)
+def test_a_setting_that_cannot_be_compared_is_private_unless_named(value: Any) -> None:
+    assert contract({"forward_hooks": value}).private
+    assert not contract({"forward_hooks": value}, given="v1").private
+
+
+@pytest.mark.parametrize("value", ["\ud800", 10**5000, "/" + "x" * 5000, b"\xff"], ids="abcd")
+def test_no_value_ends_an_engine(value: Any) -> None:
+    assert contract({"an_argument": value}) == contract({"an_argument": value}) != contract()
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -135,6 +203,7 @@ def test_files_are_known_by_their_content(tmp_path: Path) -> None:
         {"load_format": "dummy"},
         {"load_format": "remote_instance"},
         {"custom_weight_loader": ["a.b"]},
+        {"speculative_draft_model_path": "org/draft", "speculative_draft_load_format": "dummy"},
         {"checkpoint_engine_wait_weights_before_ready": True},
         {"lora_paths": [SimpleNamespace(lora_name="a", lora_path="org/adapter")]},
     ],
@@ -154,7 +223,7 @@ def test_a_given_revision_names_weights_but_not_random_ones() -> None:
 
 
 def test_updated_weights_are_private_to_the_run_and_each_update_its_own() -> None:
-    fields = server_fields(ARGS.__getitem__, "0.5.23", RUN)
+    fields = server_fields(ARGS, "0.5.23", RUN)
     updates = [(RUN, "1", 0), (RUN, "2", 0), (RUN, "1", 1), ("run-2", "1", 0)]
     found = [
         pool_contract(updated_fields(fields, run, version, uses), config(), "kv", Mha(), (2048,))

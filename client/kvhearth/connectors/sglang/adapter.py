@@ -22,7 +22,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__ as SGLANG_VERSION
 
 import kvhearth
@@ -38,7 +37,14 @@ from kvhearth.connectors.sglang.identity import (
     updated_fields,
 )
 from kvhearth.connectors.sglang.pools import HostPool, host_pool, leading, needed, restorable
-from kvhearth.connectors.sglang.server import argument, run_name
+from kvhearth.connectors.sglang.server import (
+    arguments,
+    check_hashes,
+    run_name,
+    watch_updates,
+    weights_at_start,
+    weights_in_force,
+)
 from kvhearth.counters import log_event
 from kvhearth.model import Bools
 from kvhearth.transfer.lanes import Transfer
@@ -74,13 +80,16 @@ class KVHearthHiCache(HiCacheStorage):
         self._settings = parse_settings(HiCacheSettings, own_options(config.extra_config or {}))
         self._config = config
         self._run = run_name(config.tp_size)
-        self._fields = server_fields(argument, SGLANG_VERSION, self._run, self._settings.revision)
+        check_hashes()
+        watch_updates()
+        given = self._settings.revision
+        self._fields = server_fields(arguments(), SGLANG_VERSION, self._run, given)
         self._lock = threading.Lock()
         self._pools: dict[str, HostPool] = {}
         self._caches: dict[str, Cache] = {}
         self._left: list[Cache] = []
         self._metrics = StorageMetrics()
-        self._versions = [str(get_server_args().weight_version)]
+        self._versions = [weights_at_start()]
         self._computed_by = self._versions[0]
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -91,7 +100,7 @@ class KVHearthHiCache(HiCacheStorage):
 
         def cleared() -> None:
             clear()
-            self._computed_by = str(argument("weight_version"))
+            self._computed_by = weights_in_force()
 
         mem_pool_host.clear = cleared
 
@@ -234,7 +243,7 @@ class KVHearthHiCache(HiCacheStorage):
 
     def _current(self) -> dict[str, Cache]:
         """Return the caches of the weights that are in force."""
-        version = str(argument("weight_version"))
+        version = weights_in_force()
         if version == self._versions[-1]:
             return self._caches
         with self._lock:
@@ -245,7 +254,7 @@ class KVHearthHiCache(HiCacheStorage):
                 self._caches = {name: self._open(name, fields, 0.0) for name in self._pools}
                 self._versions.append(version)
                 text = "weights updated in place: KV is kept for this run alone, after a flush"
-                log_event(WARNING, "connector.private", text, weight_version=version)
+                log_event(WARNING, "connector.private", text, weights=version)
             self._left = [cache for cache in self._left if not cache.close(0.0)]
             return self._caches
 

@@ -8,14 +8,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvhearth.connectors.core.fingerprint import fingerprint
 from kvhearth.connectors.core.settings import CacheSettings
-from kvhearth.connectors.core.weights import Weights, directory_digest, name_weights
+from kvhearth.connectors.core.weights import (
+    Weights,
+    directory_digest,
+    name_weights,
+    unless_unknown,
+)
 from kvhearth.contract import DTYPE_BYTES, PRIVATE, Contract, GroupKind, GroupSpec
 from kvhearth.counters import log_event
 from kvhearth.transfer.memory import dtype_name
@@ -38,35 +44,87 @@ OF_FILES = (
     "sharded_state",
 )
 """SGLang's load formats that take the weights from the model's own files."""
-ARGUMENTS = (
-    "attention_backend",
-    "context_length",
-    "decode_attention_backend",
-    "dtype",
-    "enable_deepseek_v4_fp4_indexer",
-    "enable_int8_mamba_checkpoint",
-    "json_model_override_args",
-    "kv_cache_dtype",
-    "load_format",
-    "mamba_ssm_dtype",
-    "model_impl",
-    "modelopt_quant",
-    "page_size",
-    "prefill_attention_backend",
-    "qsa_indexer_dtype",
-    "quantization",
-    "quantize_and_serve",
-    "speculative_algorithm",
-    "speculative_draft_kv_cache_dtype",
-    "speculative_draft_model_quantization",
-    "swa_full_tokens_ratio",
-)
-"""SGLang's arguments that may change KV bytes and have no field of the contract to themselves."""
+_HARMLESS = """
+_radix_eviction_policy_explicitly_set abort_on_priority_when_disabled admin_api_key
+allow_auto_truncate allowed_media_domains api_key asr_max_buffer_seconds asr_max_concurrent_sessions
+attn_cp_size attn_dp_size base_gpu_id batch_notify_size bucket_e2e_request_latency
+bucket_inter_token_latency bucket_time_to_first_token chat_template
+checkpoint_engine_wait_weights_before_ready chunked_prefill_size completion_template
+constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
+constrained_json_whitespace_pattern cpu_offload_gb crash_dump_folder cuda_graph_backend_decode
+cuda_graph_backend_prefill cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_config
+cuda_graph_max_bs_decode cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill
+cuda_graph_prefill_max_context custom_sigquit_handler debug_cuda_graph
+debug_tensor_dump_output_folder decode_log_interval decoupled_spec_bind_endpoint
+decoupled_spec_connect_endpoints decoupled_spec_rank default_chat_template_kwargs
+default_priority_value delete_ckpt_after_loading detokenizer_worker_num disable_cuda_graph
+disable_cuda_graph_padding disable_custom_all_reduce disable_decode_cuda_graph
+disable_flashinfer_autotune disable_outlines_disk_cache disable_overlap_schedule
+disable_prefill_cuda_graph disable_priority_preemption disable_tokenizer_batch_decode
+disaggregation_bootstrap_port disaggregation_decode_allocation_policy
+disaggregation_decode_enable_offload_kvcache disaggregation_decode_enable_radix_cache
+disaggregation_decode_extra_slots disaggregation_decode_host_receive_threshold
+disaggregation_decode_polling_interval disaggregation_decode_retraction_backup
+disaggregation_enable_kv_checksum disaggregation_ib_device disaggregation_mode
+disaggregation_transfer_backend dist_init_addr dist_timeout download_dir dp_size
+dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout enable_cache_report
+enable_cudagraph_gc enable_custom_logit_processor enable_draft_weights_cpu_backup
+enable_dynamic_batch_tokenizer enable_dynamic_chunking enable_forward_pass_metrics
+enable_hierarchical_cache enable_http2 enable_http_worker_reuseport enable_layerwise_nvtx_marker
+enable_memory_saver enable_metrics enable_metrics_for_all_schedulers enable_mfu_metrics
+enable_mixed_chunk enable_nccl_nvls enable_p2p_check enable_pd_role_switch enable_prefill_delayer
+enable_priority_scheduling enable_profile_cuda_graph enable_request_time_stats_logging
+enable_response_store enable_session_radix_cache enable_ssl_refresh enable_streaming_session
+enable_strict_thinking enable_tokenizer_batch_encode enable_torch_compile
+enable_torch_compile_debug_mode enable_trace enable_weights_cpu_backup encoder_bootstrap_port
+encoder_register_urls encoder_urls engine_info_bootstrap_port ep_join_rank_offset ep_size
+export_metrics_to_file export_metrics_to_file_dir extra_metric_labels fastapi_root_path
+file_storage_path flashinfer_autotune_skip_ops forward_pass_metrics_ipc_name
+forward_pass_metrics_worker_id gated_launch_port gc_threshold gc_warning_threshold_secs
+generation_tokens_buckets gpu_id_step grammar_backend grpc_mode grpc_port grpc_response_timeout_secs
+grpc_worker_threads hf_chat_template_name hicache_host_memory_fraction hicache_host_memory_mode
+hicache_io_backend hicache_mem_layout hicache_ratio hicache_size hicache_storage_backend
+hicache_storage_backend_extra_config hicache_storage_prefetch_policy
+hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_interval
+hicache_write_policy host http2_initial_connection_window_size http2_max_concurrent_streams
+incremental_streaming_output kv_events_config limit_mm_data_per_request load_balance_method
+load_publish_endpoint load_snapshot_publish_interval log_level log_level_http log_requests
+log_requests_format log_requests_level log_requests_target lora_paths max_loaded_loras
+max_loras_per_batch max_mamba_cache_size max_prefill_tokens max_queued_requests max_running_requests
+max_total_tokens media_url_max_file_size_mb mem_fraction_static min_free_slots_delay
+mm_io_worker_num mm_preprocess_cache_size_mb mm_processor_worker_num model_path
+modelopt_checkpoint_save_path modelopt_export_path moe_dense_tp_size moe_dp_size mooncake_ib_device
+nccl_port nnodes node_rank num_continuous_decode_steps num_reserved_decode_tokens numa_node
+optimistic_prefill_attempts otlp_service_name otlp_traces_endpoint ple_offload_dir port
+pp_async_batch_depth pp_max_micro_batch_size pp_size pre_warm_nccl preferred_sampling_params
+prefill_decode_interval prefill_decode_interval_min_bs prefill_delayer_forward_passes_buckets
+prefill_delayer_max_delay_ms prefill_delayer_max_delay_passes prefill_delayer_queue_min_ratio
+prefill_delayer_token_usage_low_watermark prefill_delayer_wait_seconds_buckets prefill_max_requests
+priority_scheduling_preemption_threshold prompt_tokens_buckets radix_cache_backend
+radix_eviction_policy radix_eviction_policy_config random_seed reasoning_parser
+remote_instance_weight_loader_seed_instance_ip
+remote_instance_weight_loader_seed_instance_service_port
+remote_instance_weight_loader_send_weights_group_ports retraction_policy return_input_ids
+return_output_ids revision sampling_backend sampling_defaults sampling_mask_max_tokens
+schedule_conservativeness schedule_low_priority_values_first schedule_policy scheduler_recv_interval
+served_model_name show_time_cost sidecar sidecar_args skip_server_warmup skip_tokenizer_init
+sleep_on_idle smg_grpc_mode smg_http_sidecar_port soft_watchdog_timeout spec_trace_dir
+speculative_draft_model_path speculative_draft_model_revision ssl_ca_certs ssl_certfile ssl_keyfile
+ssl_keyfile_password stat_loggers stream_interval stream_response_default_include_usage
+strip_thinking_cache tokenizer_backend tokenizer_metrics_allowed_custom_labels
+tokenizer_metrics_custom_labels_header tokenizer_worker_num tool_call_parser tool_server
+torch_compile_max_bs tp_size trace_modules trust_request_chat_template use_ray
+uvicorn_access_log_exclude_prefixes warmups watchdog_timeout weight_cache_socket
+weight_cache_timeout weight_loader_disable_mmap weight_loader_drop_cache_after_load
+weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads weight_version
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""SGLang's arguments that cannot change KV, or have a part of the contract: ports, logs, schedules,
+sizes, sampling, folders that are written, ranks, and the places of weights, which count by what
+is there.
+"""
 _RANK_OWN = ("mamba",)
 _HASHES = "sglang-sha256"
-
-Argument = Callable[[str], Any]
-"""Returns the value that one of SGLang's arguments has in the running server."""
 
 
 @dataclass(frozen=True)
@@ -81,30 +139,29 @@ def own_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in SGLANG_OWN}
 
 
-def server_fields(argument: Argument, version: str, run: str, given: str = "") -> dict[str, str]:
+def server_fields(
+    arguments: Mapping[str, Any], version: str, run: str, given: str = ""
+) -> dict[str, str]:
     """Return the fields of ``Contract`` that all pools of a server share.
 
     Args:
-        argument: SGLang's arguments as they are in force.
+        arguments: all of SGLang's arguments, as they are in force, and its ``environment``.
         version: SGLang's version.
         run: name of this run of the server, for weights that have no other.
         given: the user's own name for the weights, or empty.
     """
-    weights = _weights(argument, run, given)
-    parts = {name: argument(name) for name in ARGUMENTS}
-    scales = Path(str(argument("quantization_param_path") or ""))
-    if scales.is_file():
-        parts["scales"] = hashlib.sha256(scales.read_bytes()).hexdigest()
-    parts["adapters"] = [_adapter(item, run) for item in argument("lora_paths") or ()]
-    parts["version"] = version
-    text = json.dumps(parts, sort_keys=True, default=str)
+    weights = _weights(arguments, run, given)
+    found = fingerprint(arguments, HARMLESS)
+    weights = unless_unknown(weights, found.unknown, run, given, HiCacheSettings.PLACE)
+    adapters = [_adapter(item, run) for item in arguments.get("lora_paths") or ()]
+    text = json.dumps([found.digest, adapters, version])
     return {
         "model": weights.model,
         "revision": weights.revision,
-        "quantization": str(argument("quantization") or "none"),
-        "model_dtype": str(argument("dtype")),
+        "quantization": str(arguments.get("quantization") or "none"),
+        "model_dtype": str(arguments.get("dtype")),
         "rope_digest": hashlib.sha256(text.encode()).hexdigest(),
-        "draft_model": _draft(argument, run),
+        "draft_model": _draft(arguments, run, given),
     }
 
 
@@ -167,31 +224,36 @@ def _shard(config: Any, name: str, pool: Any) -> str:
     return ",".join(parts)
 
 
-def _weights(argument: Argument, run: str, given: str) -> Weights:
-    load_format, path = str(argument("load_format")), str(argument("model_path"))
-    foreign = load_format not in OF_FILES or bool(argument("custom_weight_loader"))
-    if load_format == "dummy" or argument("checkpoint_engine_wait_weights_before_ready"):
+def _weights(arguments: Mapping[str, Any], run: str, given: str) -> Weights:
+    if arguments.get("checkpoint_engine_wait_weights_before_ready"):
         return Weights("none", f"{PRIVATE}{run}")
-    if foreign and not given:
-        log_event(
-            WARNING,
-            "weights.private",
-            "weights of this load format have no digest, their KV is kept for this server alone: "
-            "set 'revision' in hicache-storage-backend-extra-config to share it",
-            load_format=load_format,
-        )
-        return Weights(load_format, f"{PRIVATE}{run}")
-    return name_weights(path, str(argument("revision") or ""), run, given, HiCacheSettings.PLACE)
+    foreign = "a custom weight loader" if arguments.get("custom_weight_loader") else ""
+    load_format, revision = str(arguments.get("load_format")), arguments.get("revision")
+    return _loaded(str(arguments.get("model_path")), revision, load_format, foreign, run, given)
 
 
-def _draft(argument: Argument, run: str) -> str:
+def _draft(arguments: Mapping[str, Any], run: str, given: str) -> str:
     """Return the identity of a draft model whose KV is stored too; empty without one."""
-    path = argument("speculative_draft_model_path")
+    path, revision = (
+        arguments.get(f"speculative_draft_model_{name}") for name in ("path", "revision")
+    )
     if not path:
         return ""
-    revision = str(argument("speculative_draft_model_revision") or "")
-    weights = name_weights(str(path), revision, run, "", HiCacheSettings.PLACE)
-    return f"{argument('speculative_algorithm')}:{weights.model}:{weights.revision}"
+    own = arguments.get("speculative_draft_load_format")
+    weights = _loaded(str(path), revision, str(own or arguments.get("load_format")), "", run, given)
+    return f"{arguments.get('speculative_algorithm')}:{weights.model}:{weights.revision}"
+
+
+def _loaded(
+    path: str, revision: Any, load_format: str, foreign: str, run: str, given: str
+) -> Weights:
+    if load_format == "dummy":
+        return Weights("none", f"{PRIVATE}{run}")
+    if load_format not in OF_FILES:
+        foreign = f"the load format {load_format}"
+    elsewhere = foreign and f"weights of {foreign}"
+    place = HiCacheSettings.PLACE
+    return name_weights(path, str(revision or ""), run, given, place, elsewhere=elsewhere)
 
 
 def _adapter(item: Any, run: str) -> list[str]:
