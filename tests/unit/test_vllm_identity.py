@@ -374,12 +374,26 @@ def test_a_large_file_is_read_once_and_anew_when_it_changed(
     read = digests._read
     monkeypatch.setattr(digests, "_read", lambda path: reads.append(path) or read(path))
     assert local(folder) == first
+    monkeypatch.setattr(digests, "_known", {})  # another process
+    assert local(folder) == first
     assert reads == []
     target = folder / "model.safetensors"
     target.write_bytes(b"other")
     os.utime(target, ns=(1, 1))
     assert local(folder) != first
     assert reads == [target]
+
+
+def test_a_large_file_is_read_once_without_a_place_to_remember_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_KEPT_FROM_BYTES", 1)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = model_folder(tmp_path / "a")
+    first = local(folder)
+    monkeypatch.setattr(digests, "_read", lambda path: pytest.fail(f"{path} is read again"))
+    assert local(folder) == first
 
 
 def test_a_spoilt_memory_of_digests_is_no_trouble(tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ _IGNORED = (".git", "__pycache__", ".cache")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _lock = threading.Lock()
+_known: dict[str, str] = {}
+"""Digests that this process has computed: a model's directory is looked at more than once, and the
+user's cache folder may not be writable.
+"""
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ def file_digest(path: Path) -> bytes:
         return _read(path)
     mark = f"{facts.st_dev}:{facts.st_ino}:{facts.st_size}:{facts.st_mtime_ns}:{facts.st_ctime_ns}"
     with _lock:
-        kept = _load()
+        kept = {**_load(), **_known}
         if mark in kept:
             return bytes.fromhex(kept[mark])
         log_event(
@@ -157,7 +161,7 @@ def file_digest(path: Path) -> bytes:
             mib=facts.st_size >> 20,
         )
         digest = _read(path)
-        kept[mark] = digest.hex()
+        _known[mark] = kept[mark] = digest.hex()
         _save(kept)
         return digest
 
