@@ -38,6 +38,7 @@ from kvhearth.wire import messages as codec
 from kvhearth.wire.handshake import NAMELESS, Hello, Run
 from kvhearth.wire.messages import KeysByGroup, Query
 
+_NAME_BYTES = 256
 _SHORT = frozenset({Reason.HELD_CAP, Reason.NO_SPACE, Reason.QUOTA_EXCEEDED, Reason.STOCK_CAP})
 """Bounds that leave nothing to reserve: the answer of a full cache, not a failure."""
 
@@ -320,13 +321,23 @@ class Decisions:
 
         self._caller.decide("release", work, _nothing)
 
-    def pin(self, groups: KeysByGroup, ttl_s: float) -> Pin:
-        """Protect blocks from eviction for ``ttl_s`` seconds, or until ``unpin``."""
+    def pin(self, groups: KeysByGroup, ttl_s: float, session: str = "") -> Pin:
+        """Have blocks evicted last for ``ttl_s`` seconds, or until ``unpin``.
+
+        Args:
+            session: name of what wants them, by which an operator may end the pin; what is not
+                printable or beyond 256 bytes is left out.
+        """
         own = parse_arguments(codec.snapshot_keys, groups)
 
         def work() -> Pin:
             link = self._caller.link()
             whole = self._query(own)
+            name = (
+                "".join(filter(str.isprintable, session))
+                .encode()[:_NAME_BYTES]
+                .decode(errors="ignore")
+            )
             ids, pinned = list[int](), []
             try:
                 for query in portions.queries(whole, link.welcome.keys_max):
@@ -334,6 +345,7 @@ class Decisions:
                         pin_id=self._ids.new_id(),
                         epoch=self._own_epoch(),
                         ttl_ms=max(round(ttl_s * 1000), 0),
+                        session=name,
                     )
                     query.put_into(request.groups)
                     ids.append(request.pin_id)

@@ -21,7 +21,14 @@ from golden.generated import (
 )
 
 STALE = "run: make golden"
-GUARDED = ("/v1/config", "/v1/sessions", "/v1/namespaces", "/v1/leases", "/v1/keys/{key}")
+GUARDED = (
+    "/v1/config",
+    "/v1/sessions",
+    "/v1/namespaces",
+    "/v1/leases",
+    "/v1/pins",
+    "/v1/keys/{key}",
+)
 
 
 def promise(schema: Any) -> Any:

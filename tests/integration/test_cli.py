@@ -206,6 +206,31 @@ def test_why_a_key_is_no_miss(run: Run, engine: Engine) -> None:
     until(lambda: asked(run, "stat")["pins"] == 0, "the unpin arrives")
 
 
+def test_pins_are_listed_and_ended(run: Run, engine: Engine) -> None:
+    assert "nothing is pinned" in run("pins")[2]
+    for name, seconds in (("agent-7", 60), ("agent-8", 50), ("agent-8", 40), ("", 30)):
+        engine.client.pin({0: KEYS[:2]}, seconds, name)
+    found = asked(run, "pins")["pins"]
+    assert [each["session"] for each in found] == ["", "agent-8", "agent-8", "agent-7"]
+    assert {each["namespace"] for each in found} == {DIGEST}
+    assert {each["blocks"] for each in found} == {2}
+    assert {each["bytes"] for each in found} == {asked(run, "stat")["segments"][0]["pinned_bytes"]}
+    assert 0 < found[0]["ends_in_s"] <= 30
+    assert "agent-7" in reported(run, "pins")
+    assert asked(run, "stat")["retained_blocks"] == 2
+    assert asked(run, "unpin", "--session", "agent-8")["ended_pins"] == 2
+    assert asked(run, "unpin", DIGEST[:8], "--session", "agent-7")["ended_pins"] == 1
+    assert asked(run, "unpin", DIGEST[:8])["ended_pins"] == 1
+    engine.client.pin({0: KEYS[:2]}, 60)
+    assert "1 pins have ended" in reported(run, "unpin", "--all")
+    assert asked(run, "stat")["retained_blocks"] == 0
+    for wrong in ([], ["--all", "--session", "s"], ["ffff", "--all"]):
+        code, _, err = run("unpin", *wrong)
+        assert code
+        assert "--all" in err
+    assert run("unpin", "ffff")[0] == 1
+
+
 def test_why_a_key_that_is_absent_is_a_miss(run: Run) -> None:
     code, out, err = run("explain", "ff" * 32, "--json")
     assert (code, json.loads(out)["places"], err) == (1, [], "")

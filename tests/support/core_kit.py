@@ -130,7 +130,12 @@ class Rig:
             [(tenant, slabs * slab_bytes) for tenant in tenants], slab_bytes, slot_bytes_min
         )
         # Wide bounds, so that a test meets only the bound that it sets.
-        bounds = {"stock_fraction_max": 1.0, "held_fraction_max": 1.0, **limits}
+        bounds = {
+            **dict.fromkeys(
+                ("stock_fraction_max", "held_fraction_max", "pinned_fraction_max"), 1.0
+            ),
+            **limits,
+        }
         self.members: dict[int, list[int]] = {}
         self._sessions = itertools.count(1)
         self._reservations = itertools.count(1)
@@ -310,11 +315,12 @@ class Rig:
         kv_group: int = 0,
         ttl_s: float = 10.0,
         now: float = 0.0,
+        name: str = "",
     ) -> list[bool]:
         """Pin keys of one group. Return which of them are present."""
         asked, epoch = items(named, kv_group), self.epoch(session)
         pin = self.core.pinning.pin
-        (flags,) = self.checked(pin, session, epoch, pin_id, asked, ttl_s=ttl_s, now=now)
+        (flags,) = self.checked(pin, session, epoch, pin_id, asked, ttl_s=ttl_s, now=now, name=name)
         return [bool(flag) for flag in flags]
 
     def present(self, session: int, named: list[bytes], kv_group: int = 0) -> list[bool]:

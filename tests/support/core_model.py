@@ -7,7 +7,7 @@ last written to it, so that overlapping extents are detected, in whichever slot 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +149,11 @@ class Model:
         """End a pin."""
         for block in self.pins.pop(name)[1]:
             block.pins -= 1
+
+    def drop_pins_of(self, namespaces: Collection[int]) -> None:
+        """End all pins of namespaces."""
+        for name in [name for name in self.pins if name[0] in namespaces]:
+            self.drop_pin(name)
 
     def end_group(self, group: int) -> None:
         """End a group: its leases end, and the slots that it held are in doubt."""

@@ -168,6 +168,8 @@ class MachineBase(RuleBasedStateMachine):
         self.pending: list[Block] = []
         self.bad: Block | None = None
         self.shrinking: int | None = None
+        self.pinned_gone: list[tuple[Block, str]] = []
+        """Blocks with a pin that the last step evicted for room, and the causes."""
         self.clients: list[Client] = []
         self.model = Model()
         self.serial = itertools.count(1)
@@ -443,11 +445,31 @@ class MachineBase(RuleBasedStateMachine):
                         self._judge(self.model.blocks.pop(name), event.cause)
                     else:
                         self._stored(name)
+        ended = {name[0] for name in self.model.pins} - {s.number for s in self.state.namespaces}
+        self.model.drop_pins_of(ended | set(self.state.namespaces.ended))
+        for gone, cause in self.pinned_gone:
+            self._check_went_last(gone, cause)
+        self.pinned_gone.clear()
+
+    def _check_went_last(self, gone: Block, cause: str) -> None:
+        """Check that a pinned block went after all others whose room would have done as well."""
+        table = self.state.table
+        for block in self.model.blocks.values():
+            if block.announced and not (block.leases or block.pins):
+                same = table.slot_bytes_of(np.array([*gone.slots[:1], *block.slots[:1]]))
+                near = self.segment_of(gone) == self.segment_of(block) and same[0] == same[1]
+                near &= cause != "quota" or gone.namespace == block.namespace
+                assert not near, f"{gone} went before {block}, which has no pin"
+
+    def segment_of(self, block: Block) -> int:
+        """The segment that has a block."""
+        return self.state.segment_of[self.state.namespaces.get(block.namespace).tenant]
 
     def _judge(self, block: Block, cause: str) -> None:
         if cause in EVICTIONS:
             assert not block.leases, f"a leased block was evicted ({cause})"
-            assert not block.pins, f"a pinned block was evicted ({cause})"
+            if block.pins and cause in ("quota", "space"):
+                self.pinned_gone.append((block, cause))
         if cause in ("quota", "asked"):
             assert block.namespace == self.shrinking
         elif cause == "epoch":

@@ -10,7 +10,6 @@ from hypothesis.stateful import precondition, rule
 
 from kvhearth.errors import Reason
 from kvhearth.model import FLAG_SUMMED
-from kvhearth_server.core.holds import hold_room, newly_held_bytes
 from kvhearth_server.core.lookup import Found, KeysItem
 from support.core_kit import slots_item
 from support.core_model import Block, Served, longest_hit, needed_blocks, places
@@ -144,15 +143,15 @@ class ReadingRules(MachineBase):
         blocks = self.known(client, kv_group, named)
         distinct = list(dict.fromkeys(block for block in blocks if block))
         slots = np.array([slot for block in distinct for slot in block.slots], np.int64)
-        room = hold_room(self.state, self.state.group_of(client.number).segment)
+        books = self.state.books[self.state.group_of(client.number).segment]
+        room = int(books.capacity * self.limits.pinned_fraction_max) - books.pinned
+        fresh = slots[self.state.table.pins[slots] == 0]
         mine = [name for name in self.model.pins if name[0] == space.number]
         name, refusal = (space.number, pin_id), None
         if name in mine:
             refusal = Reason.PIN_EXISTS
-        elif len(mine) >= self.limits.pins_max:
+        elif len(mine) >= self.limits.pins_max or self.state.table.total_bytes(fresh) > room:
             refusal = Reason.TOO_MANY_PINS
-        elif newly_held_bytes(self.state, slots) > room:
-            refusal = Reason.HELD_CAP
         flags = self.call(
             self.core.pinning.pin,
             client.number,
@@ -196,6 +195,7 @@ class ReadingRules(MachineBase):
         stale = Reason.STALE_EPOCH
         self.call(self.core.bump_epoch, client.number, epoch + 1, refusal=stale)
         assert self.call(self.core.bump_epoch, client.number, epoch) == epoch + 1
+        self.model.drop_pins_of({space.number})
 
     @precondition(lambda self: len(self.model.blocks) > KEYS // 2)
     @rule(data=st.data(), keep_bytes=st.sampled_from([0, 20_000, 60_000]))
@@ -212,4 +212,4 @@ class ReadingRules(MachineBase):
         self.sync()
         left = [b for b in self.model.blocks.values() if b.namespace == space.number]
         assert count == len(mine) - len(left)
-        assert space.used_bytes <= keep_bytes or all(b.leases or b.pins for b in left)
+        assert space.used_bytes <= keep_bytes or all(b.leases for b in left)

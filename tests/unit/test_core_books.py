@@ -111,7 +111,7 @@ TAMPERED: list[tuple[Callable[[World], None], str]] = [
     (_unleased, "leases, 2 times of leases"),
     (_renamed, "1 leases, 1 times of leases"),
     (more("refs"), "not as many leases as holders"),
-    (more("pins"), "not as many pins as holders"),
+    (more("pins"), "not as many pins as holders|pinned bytes"),
     (more("parent"), "parent does not name"),
     (more("child"), "child that"),
     (more("sibling"), "shard"),
@@ -127,6 +127,8 @@ TAMPERED: list[tuple[Callable[[World], None], str]] = [
     (add("books", "committed"), "committed bytes"),
     (add("books", "quarantined"), "quarantined bytes"),
     (add("books", "held"), "held bytes"),
+    (add("books", "pinned"), "pinned bytes"),
+    (add("state", "retained_blocks"), "retained blocks"),
 ]
 
 

@@ -90,7 +90,7 @@ def a_snapshot(**changes: Any) -> Snapshot:
     values: dict[str, Any] = {
         "version": "1.2",
         "doors_shut": 23,
-        "segments": [SegmentNow("t", "2MiB", 2 << 20, 80, 90, 100, 1, 2, 3, 4, 5, 6, 7)],
+        "segments": [SegmentNow("t", "2MiB", 2 << 20, 80, 90, 100, 1, 2, 48, 3, 4, 5, 6, 7)],
         "busiest_namespaces": [
             NamespaceNow("abc", 8, 9, "t", "m", quota_bytes=47),
             NamespaceNow("other", 10, 11),

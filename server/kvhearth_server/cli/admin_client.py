@@ -69,8 +69,8 @@ class AdminClient:
         KVHearthError: from every call: ``daemon_away``, ``not_admin``, or the daemon's refusal.
     """
 
-    def __init__(self, folder: Path, deadline_s: float = DEADLINE_S) -> None:
-        self._path, self._deadline_s = folder / ADMIN_SOCKET, deadline_s
+    def __init__(self, folder: Path | str, deadline_s: float = DEADLINE_S) -> None:
+        self._path, self._deadline_s = Path(folder) / ADMIN_SOCKET, deadline_s
 
     def stats(self) -> Stats:
         """Return sizes, counts and counters."""
@@ -83,6 +83,15 @@ class AdminClient:
     def leases(self) -> reports.Leases:
         """Return the readers' leases."""
         return self._ask(reports.Leases, "/v1/leases")
+
+    def pins(self) -> reports.Pins:
+        """Return the pins."""
+        return self._ask(reports.Pins, "/v1/pins")
+
+    def unpin(self, namespace: str | None = None, session: str | None = None) -> reports.Unpinned:
+        """End the pins of a namespace (all 64 hex digits), of a session, of both, or all."""
+        body = {"namespace": namespace, "session": session}
+        return self._ask(reports.Unpinned, "/v1/pins:end", body)
 
     def namespaces(self) -> reports.Namespaces:
         """Return all namespaces."""

@@ -99,8 +99,10 @@ def _verbs() -> Iterator[tuple[str, Callable[..., None], str]]:
     yield "ls", verbs.ls, "ls 3f9c --json | jq .contract"
     yield "sessions", verbs.sessions, "sessions --json | jq '.sessions[].pid'"
     yield "leases", verbs.leases, "leases --json | jq '.groups[] | select(.oldest_s > 60)'"
+    yield "pins", verbs.pins, "pins --json | jq '.pins[].session'"
     yield "explain", verbs.explain, f"explain contract.json; kvhearth explain {key}"
     yield "evict", verbs.evict, "evict 3f9c --keep 10GiB; kvhearth evict 3f9c --keep 0 --tier ssd"
+    yield "unpin", verbs.unpin, "unpin 3f9c; kvhearth unpin --session agent-7"
     yield "forget", verbs.forget, "forget 3f9c; kvhearth forget 3f9c --yes --json | jq .epoch"
     yield "drain", verbs.drain, "drain --wait 60 && systemctl restart kvhearth"
 

@@ -132,6 +132,48 @@ def leases(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
     say(reply, shown, as_json=as_json, empty="nobody holds a lease")
 
 
+def pins(socket_dir: SocketDir = None, as_json: AsJson = False) -> None:
+    """List pins, by which agents ask that blocks be evicted last; the one that
+    ends first first.
+
+    Blocks with several pins are counted once per pin.
+    """
+    reply = daemon_at(socket_dir).pins()
+    heads = ("tenant", "namespace", "session", "blocks", "bytes", "ends in")
+    rows = []
+    for one in reply.pins:
+        kept = (one.blocks, size(one.bytes), duration(one.ends_in_s))
+        rows.append((one.tenant, short(one.namespace), printable(one.session), *kept))
+    shown = table(*heads, right=heads[3:], rows=rows) if rows else None
+    say(reply, shown, as_json=as_json, empty="nothing is pinned")
+
+
+def unpin(
+    namespace: Annotated[
+        str, typer.Argument(help="First hex digits of the namespace.", metavar="[NAMESPACE]")
+    ] = "",
+    session: Annotated[
+        str | None, flag("--session", "End only the pins of this agent's session.", "NAME")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="End all pins.")] = False,
+    socket_dir: SocketDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """End pins before their time: those of a namespace, of a session, of both,
+    or all.
+
+    Their blocks stay, and are evicted like others. kvhearth pins lists them.
+    """
+    if everything == bool(namespace or session is not None):
+        raise wrong("unpin takes a namespace, --session or both; or --all")
+    daemon = daemon_at(socket_dir)
+    with waiting("ending pins"):
+        digest = daemon.namespace(namespace).namespace if namespace else None
+        reply = daemon.unpin(digest, session)
+    text = f"{reply.ended_pins} pins have ended"
+    say(plain(reply) | {"namespace": digest, "session": session}, text, as_json=as_json)
+
+
 def explain(
     what: Annotated[
         str, typer.Argument(help="File with a contract as JSON, or a key in hex.", metavar="WHAT")
@@ -394,9 +436,9 @@ def evict(
 ) -> None:
     """Remove a namespace's blocks, coldest first, until it has at most --keep.
 
-    Leased and pinned blocks stay. --keep 0 also removes the copies on SSD; they
-    do not come back after a restart. With --tier memory these copies stay and
-    are served.
+    Leased blocks stay; pinned ones go last, and --keep 0 ends the pins. It also
+    removes the copies on SSD; they do not come back after a restart. With
+    --tier memory these copies stay and are served.
     """
     keep_bytes = parsed("--keep", parse_size, keep)
     if keep_bytes and tier not in (None, "memory"):

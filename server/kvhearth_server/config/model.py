@@ -54,7 +54,8 @@ SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
 RELOADABLE = frozenset(
     {
         *("sessions_max", "leases_max", "pins_max", "pin_ttl_max_s"),
-        *("held_fraction_max", "stock_fraction_max", "ssd_bytes_per_day", "log_level"),
+        *("held_fraction_max", "stock_fraction_max", "pinned_fraction_max"),
+        *("ssd_bytes_per_day", "log_level"),
         *("remote_write", "remote_bytes_per_s", "remote_bytes_per_day", "remote_requests_per_s"),
     }
 )
@@ -115,11 +116,17 @@ class Settings(BaseSettings):
         0.8,
         gt=0,
         lt=1,
-        description="Largest part of a segment that leases, reservations, pins and quarantine "
-        "hold together.",
+        description="Largest part of a segment that leases, reservations and quarantine hold "
+        "together.",
     )
     stock_fraction_max: float = Field(
         0.25, gt=0, lt=1, description="Largest part of a segment that one engine may hold reserved."
+    )
+    pinned_fraction_max: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="Largest part of a segment that pins keep until nothing else is left to evict.",
     )
     namespace_quota: OptionalSize = Field(
         None,

@@ -198,13 +198,15 @@ def _check_holders(state: CoreState, holders: Holders, used: _Used) -> None:
 def _check_ledger(state: CoreState, holders: Holders, used: _Used) -> None:
     table, segment = state.table, used.segment
     books = state.books[segment]
-    busy = used.bound & ((table.refs[used.rows] > 0) | (table.pins[used.rows] > 0))
+    busy = used.bound & (table.refs[used.rows] > 0)
+    pinned = used.bound & (table.pins[used.rows] > 0)
     for what, mask, booked in (
         ("reserved", used.states == _RESERVED, books.reserved),
         ("committed", used.bound, books.committed),
         ("quarantined", used.states == _QUARANTINED, books.quarantined),
         ("loading", used.states == _LOADING, books.loading),
         ("held", busy, books.held),
+        ("pinned", pinned, books.pinned),
     ):
         _equal(f"segment {segment} {what} bytes", int(used.sizes[mask].sum()), booked)
 

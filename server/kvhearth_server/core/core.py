@@ -63,8 +63,8 @@ class Core:
     ) -> int:
         """Invalidate all older blocks of the session's namespace; returns the new epoch.
 
-        Takes constant time, whatever the namespace holds: old blocks are never found again and
-        leave by eviction.
+        Takes no longer for a namespace that holds more, but for its pins, which end: old blocks are
+        never found again and leave by eviction.
 
         Args:
             session: selects the namespace.

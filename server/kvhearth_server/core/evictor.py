@@ -55,7 +55,7 @@ class Evictor:
         self._evicted = 0
         self._cold: dict[tuple[int, int], Coldest] = {}
         self._countdown = 0
-        self._stuck: dict[tuple[int, int], int] = {}
+        self._stuck: dict[tuple[int, int, bool], int] = {}
         self._lines: dict[int, _Line] = {}
         self._cuts = 0
         self._used_left: int | None = None
@@ -64,6 +64,10 @@ class Evictor:
         self._passed = 0
         self._under_way = 0
         self._at_any_cost = False
+        self._pins_too = False
+        """Whether pinned blocks go, too: they are the last ones."""
+        self._only_pins: dict[tuple[int, int], int] = {}
+        """By segment and slot size the time (``release_epoch``) when they were the only ones."""
         self._enough = False
         """Whether the last search for a victim ended because too many blocks were passed over."""
         self.cut_short = False
@@ -74,12 +78,13 @@ class Evictor:
     ) -> int:
         """Evict until ``count`` slots of a size can be taken; returns the number that can be taken.
 
-        Stops earlier if nothing more helps, or ``blocks_max`` blocks are evicted (more only to
-        empty a slab).
+        Pinned blocks go last: a hint never makes a store fail. Stops earlier if nothing more helps,
+        or ``blocks_max`` blocks are evicted (more only to empty a slab).
         """
         self._passed = self._under_way = 0
         self._bound(blocks_max)
-        self._evicted = 0
+        self._evicted, place = 0, (segment, slot_bytes)
+        self._pins_too = self._only_pins.get(place) == self._state.release_epoch
         pool = self._state.pools[segment]
         self._coldest(segment, slot_bytes)  # with each call, so that no call finds a thousand new
         while (have := pool.can_take(slot_bytes)) < count:
@@ -94,8 +99,13 @@ class Evictor:
                 continue
             if self._evict_of_size(segment, slot_bytes, count - have, min(most, _BATCH_MAX)):
                 continue
-            if not self.cut_short and not self._steal_slab(segment, slot_bytes):
+            if self.cut_short or self._steal_slab(segment, slot_bytes):
+                continue
+            if self._pins_too or not self._state.books[segment].pinned:
                 break
+            self._pins_too, self._passed = True, 0
+        if self._pins_too:
+            self._only_pins[place], self._pins_too = self._state.release_epoch, False
         self._offer_unsaved(count)
         if self._ended and self._evicted:
             self._state.namespaces.forget_ended()
@@ -110,8 +120,8 @@ class Evictor:
     ) -> int:
         """Evict a namespace's own blocks until it uses at most ``used_bytes_max``.
 
-        Stops earlier after ``blocks_max`` blocks. Returns the number of evicted blocks. With the
-        cause ``ASKED``, blocks without a copy in a lower tier go too.
+        Pinned ones go last. Stops earlier after ``blocks_max`` blocks. Returns the number of
+        evicted blocks. With the cause ``ASKED``, blocks without a copy in a lower tier go too.
         """
         evicted = self._passed = self._under_way = 0
         self._bound(blocks_max)
@@ -131,10 +141,13 @@ class Evictor:
                 most = min(most, blocks_max - evicted)
             heads = self._pick(cold, most)
             if not len(heads):
-                break
+                if self._pins_too or self.cut_short:
+                    break
+                self._pins_too, self._passed = True, 0
+                continue
             forget_blocks(state, heads, cause)
             evicted += len(heads)
-        self._at_any_cost = False
+        self._at_any_cost = self._pins_too = False
         self._offer_unsaved(_AHEAD_MAX)
         return evicted
 
@@ -144,8 +157,10 @@ class Evictor:
         self._used_left = None if blocks_max is None else _USED_MAX
 
     def evictable(self, head: int) -> bool:
-        """Whether the block is neither leased nor pinned, and need not be saved first."""
-        if self._refs[head] or self._pins[head]:
+        """Whether the block is not leased, not pinned unless all that are not are gone, and need
+        not be saved first.
+        """
+        if self._refs[head] or (self._pins[head] and not self._pins_too):
             return False
         if self._writeback_queue.evictable(head) or self._at_any_cost:
             return True
@@ -159,7 +174,7 @@ class Evictor:
             if self._used_left is not None:
                 self._used_left -= 1
                 self.cut_short = self._enough = self._used_left < 0
-        elif not (self._refs[head] or self._pins[head]):
+        elif not (self._refs[head] or (self._pins[head] and not self._pins_too)):
             self._writeback_queue.under_pressure = True
             if self._state.table.copy_state.item(head) == CopyState.NOT:
                 self._unsaved.append(head)
@@ -239,7 +254,7 @@ class Evictor:
         end = self._end_of(proposed)
         chains, victim = self._state.chains, end
         while victim != proposed and not self.evictable(victim):
-            # A held tail (a window's lease, a pin) stays; eviction proceeds in front of it.
+            # A kept tail (a window's lease, a pin) stays; eviction proceeds in front of it.
             if self._pass_over(victim, used=False):
                 return None
             victim = chains.parent_of(victim)
@@ -304,7 +319,7 @@ class Evictor:
 
     def _steal_slab(self, segment: int, slot_bytes: int) -> bool:
         """Empty the coldest slab of another size and take it back."""
-        place = (segment, slot_bytes)
+        place = (segment, slot_bytes, self._pins_too)
         if self._stuck.get(place) == self._state.release_epoch:
             return False
         best = self._coldest_slab(segment, slot_bytes)
@@ -333,8 +348,9 @@ class Evictor:
             rows = pool.slots_in(slab)
             states = table.state[rows]
             busy = (states == State.RESERVED) | (states == State.QUARANTINED)
-            busy |= (table.refs[rows] > 0) | (table.pins[rows] > 0)
-            busy |= states == State.LOADING
+            busy |= (table.refs[rows] > 0) | (states == State.LOADING)
+            if not self._pins_too:
+                busy |= table.pins[rows] > 0
             if busy.any():
                 continue
             counted = states != State.FREE

@@ -272,9 +272,9 @@ class PrefixFastPath:
     def _hold(self, group: Group, rows: Pick, count: int, slot_bytes: int) -> bool:
         """Count one more lease on each; False if that would exceed the cap on held bytes."""
         state, table = self._state, self._state.table
-        refs, pins = table.refs[rows], table.pins[rows]
-        loose = all_zero(refs) and all_zero(pins)
-        free = count if loose else count - int(np.count_nonzero(refs | pins))
+        refs = table.refs[rows]
+        loose = all_zero(refs)
+        free = count if loose else count - int(np.count_nonzero(refs))
         if free * slot_bytes > hold_room(state, group.segment):
             return False
         books = state.books[group.segment]

@@ -236,6 +236,7 @@ class Membership:
         if not state.groups.of_namespace(number):
             state.namespaces.ended[number] = namespace
             state.policies.reorder(number)
+            state.namespaces.end_pins(number, "ended")
 
 
 def quarantine(state: CoreState, group: Group, slots: I64) -> None:

@@ -115,6 +115,8 @@ class Namespaces:
         """
         self.evict: Callable[[Namespace], object] = lambda namespace: None
         """Evicts the blocks of an ended namespace; set by whoever has them."""
+        self.end_pins: Callable[[int, str], object] = lambda number, how: None
+        """Ends the pins of a namespace whose blocks nobody will find; set by whoever has them."""
         self._by_digest: dict[bytes, Namespace] = {}
         self._by_number: dict[int, Namespace] = {}
         self._next = 1
@@ -206,6 +208,7 @@ class Namespaces:
         namespace.epoch += 1
         namespace.label = label
         self.version += 1
+        self.end_pins(namespace.number, "epoch")
         return namespace.epoch
 
     def relabel(self, namespace: Namespace, expected: int, label: str | None) -> int:
@@ -289,6 +292,7 @@ class Namespaces:
         self.ended.pop(space.number, None)
         self.epoch_floor = max(self.epoch_floor, space.epoch + 1)
         self.version += 1
+        self.end_pins(space.number, "ended")
         self._forgotten(space.number)
 
 

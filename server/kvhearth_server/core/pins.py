@@ -1,4 +1,4 @@
-"""Pins: named protection of blocks from eviction, with a time to live."""
+"""Pins: hints that blocks will be wanted again, for a limited time. Eviction takes them last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import I64, U32, Bools
-from kvhearth_server.core.holds import hold, hold_room, newly_held_bytes, unhold
+from kvhearth_server.core.holds import keep, unkeep
 from kvhearth_server.core.lookup import KeysItem
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import CoreState, group_spec, require
@@ -20,13 +20,15 @@ from kvhearth_server.core.state import CoreState, group_spec, require
 
 @dataclass(frozen=True)
 class Pin:
-    """Slots pinned until ``expires_at``; a slot leaves the pin when its generation changes."""
+    """Slots pinned until ``expires_at``; a slot leaves the pin when its generation changes.
+    ``session`` is the client's name for what wants the blocks.
+    """
 
     segment: int
     slots: U32
     generations: U32
-    blocks: int
     expires_at: float
+    session: str
 
 
 _Name = tuple[int, int]
@@ -35,7 +37,9 @@ _STALE_LEAST = 1024
 
 
 class Pinning:
-    """Pins of all namespaces; they outlive the session that made them, until they expire."""
+    """Pins of all namespaces. They outlive the engine that made them, and end with their time,
+    their weights epoch, or a word of the client or the operator.
+    """
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
@@ -46,8 +50,7 @@ class Pinning:
         self._of_segment: Counter[int] = Counter()
         self._listed: Counter[int] = Counter()
         """Slots that a segment's pins name."""
-        self.blocks = 0
-        """Blocks that all pins name, one once for each."""
+        state.namespaces.end_pins = self.end_all
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -61,12 +64,16 @@ class Pinning:
         *,
         ttl_s: float,
         now: float,
+        name: str = "",
     ) -> list[Bools]:
         """Pin the present blocks; returns a boolean for each key of each item.
 
+        Args:
+            name: of the dialogue that wants them, by which an operator may end the pin.
+
         Raises:
             KVHearthError: ``group_gone``, ``stale_epoch``, ``bad_group``, ``bad_ttl``,
-                ``pin_exists``, ``too_many_pins``, ``too_many_keys``, ``held_cap``.
+                ``pin_exists``, ``too_many_pins``, ``too_many_keys``.
         """
         with self._refusals_counted(items):
             state, table = self._state, self._state.table
@@ -78,12 +85,8 @@ class Pinning:
                 f"a pin lives 0..{limits.pin_ttl_max_s} s, not {ttl_s}",
             )
             state.check_count(sum(len(item.keys) for item in items))
-            name = (namespace.number, pin_id)
-            require(pin_id and name not in self._pins, Reason.PIN_EXISTS, f"pin {pin_id} exists")
-            mine, of_tenant = self._of_namespace[namespace.number], self._of_segment[group.segment]
-            many = Reason.TOO_MANY_PINS
-            require(mine < limits.pins_max, many, f"the namespace has {mine} pins")
-            require(of_tenant < limits.tenant_pins_max, many, f"the tenant has {of_tenant} pins")
+            own = (namespace.number, pin_id)
+            require(pin_id and own not in self._pins, Reason.PIN_EXISTS, f"pin {pin_id} exists")
             flags, parts = [], [np.zeros(0, np.int64)]
             for item in items:
                 spec = group_spec(namespace.contract, item.kv_group)
@@ -93,18 +96,11 @@ class Pinning:
                 flags.append(good)
                 parts.append(table.all_shards(heads[good], spec.shards).reshape(-1))
             slots = np.unique(np.concatenate(parts))
-            self._check_lists(group.segment, len(slots))
-            require(
-                newly_held_bytes(state, slots) <= hold_room(state, group.segment),
-                Reason.HELD_CAP,
-                "leases, stocks, pins and quarantine are at their cap; unpin or release some",
-            )
-            hold(state, group.segment, slots, pin=True)
+            self._check_bounds(namespace.number, group.segment, slots)
+            keep(state, group.segment, slots)
             generations = table.generation[slots].copy()
             kept = slots.astype(np.uint32)
-            blocks = sum(int(np.count_nonzero(good)) for good in flags)
-            state.count("retained", blocks)
-            self._add(name, Pin(group.segment, kept, generations, blocks, now + ttl_s))
+            self._add(own, Pin(group.segment, kept, generations, now + ttl_s, name))
             return flags
 
     @contextmanager
@@ -115,14 +111,23 @@ class Pinning:
             self._state.count("retained_ended", sum(len(item.keys) for item in items), "refused")
             raise
 
-    def _check_lists(self, segment: int, more: int) -> None:
-        listed = self._listed[segment]
-        most = self._state.limits.pinned_slots_max
-        require(
-            listed + more <= most,
-            Reason.TOO_MANY_PINS,
-            f"pins name {listed} slots, at most {most}; unpin some",
-        )
+    def _check_bounds(self, namespace: int, segment: int, slots: I64) -> None:
+        limits, books = self._state.limits, self._state.books[segment]
+        mine, of_tenant = self._of_namespace[namespace], self._of_segment[segment]
+        listed, most = self._listed[segment], limits.pinned_slots_max
+        table, room = self._state.table, int(books.capacity * limits.pinned_fraction_max)
+        more = table.total_bytes(slots[table.pins[slots] == 0])
+        for good, text in (
+            (mine < limits.pins_max, f"the namespace has {mine} pins"),
+            (of_tenant < limits.tenant_pins_max, f"the tenant has {of_tenant} pins"),
+            (listed + len(slots) <= most, f"pins name {listed} slots, at most {most}; unpin some"),
+            (
+                books.pinned + more <= room,
+                f"pins keep {books.pinned} bytes, {more} more would exceed pinned_fraction_max; "
+                "unpin some",
+            ),
+        ):
+            require(good, Reason.TOO_MANY_PINS, text)
 
     def unpin(self, session: int, pin_ids: list[int]) -> None:
         """End pins of the session's namespace. Known ones end in any case.
@@ -136,21 +141,39 @@ class Pinning:
             text = ", ".join(map(str, unknown[:8]))
             raise KVHearthError(Reason.UNKNOWN_PIN, f"this namespace has no pin {text}")
 
+    def end_all(
+        self, namespace: int | None, how: str, *, name: str | None = None, most: int | None = None
+    ) -> int:
+        """End pins of a namespace (None for all), or those of one name there, at most ``most``;
+        returns their number.
+        """
+        found = [
+            own
+            for own, pin in self._pins.items()
+            if namespace in (None, own[0]) and name in (None, pin.session)
+        ]
+        return sum(self._end(own, how) for own in found[:most])
+
     def expire(self, now: float, most: int | None = None) -> int:
         """End expired pins, at most ``most``; returns their number."""
         ended = 0
         while self._due and self._due[0][0] <= now and ended != most:
-            expires_at, name = heapq.heappop(self._due)
-            pin = self._pins.get(name)
+            expires_at, own = heapq.heappop(self._due)
+            pin = self._pins.get(own)
             if pin is not None and pin.expires_at == expires_at:
-                ended += self._end(name, "expired")
+                ended += self._end(own, "expired")
         return ended
+
+    def listed(self) -> list[tuple[int, Pin]]:
+        """All pins, with the numbers of their namespaces."""
+        return [(own[0], pin) for own, pin in self._pins.items()]
 
     def held(self, segment: int) -> list[I64]:
         """Slots of each pin on a segment that are still part of it."""
-        return [self._own(pin) for pin in self._pins.values() if pin.segment == segment]
+        return [self.living(pin) for pin in self._pins.values() if pin.segment == segment]
 
-    def _own(self, pin: Pin) -> I64:
+    def living(self, pin: Pin) -> I64:
+        """Slots of a pin that are still part of it."""
         table = self._state.table
         same = table.generation[pin.slots] == pin.generations
         bound = np.isin(table.state[pin.slots], (State.COMMITTED, State.SUMMED))
@@ -172,30 +195,31 @@ class Pinning:
         # Counters are equal if they differ only by zeros.
         if found != booked or len(self._due) < len(self._pins):
             raise ValueError(f"pins: counted {found}, booked {booked}, {len(self._due)} expiries")
+        every = [np.zeros(0, np.int64), *(self.living(pin) for pin in self._pins.values())]
+        heads = int(np.count_nonzero(self._state.table.head[np.unique(np.concatenate(every))] == 0))
+        if heads != (retained := self._state.retained_blocks):
+            raise ValueError(f"retained blocks: counted {heads}, booked {retained}")
 
-    def _add(self, name: _Name, pin: Pin) -> None:
-        self._pins[name] = pin
+    def _add(self, own: _Name, pin: Pin) -> None:
+        self._pins[own] = pin
         if len(self._due) > 2 * len(self._pins) + _STALE_LEAST:
             self._due = [(each.expires_at, of) for of, each in self._pins.items()]
             heapq.heapify(self._due)
         else:
-            heapq.heappush(self._due, (pin.expires_at, name))
-        self._count(name, pin, 1)
+            heapq.heappush(self._due, (pin.expires_at, own))
+        self._count(own, pin, 1)
 
-    def _count(self, name: _Name, pin: Pin, sign: int) -> None:
-        self._of_namespace[name[0]] += sign
-        if not self._of_namespace[name[0]]:
-            del self._of_namespace[name[0]]
+    def _count(self, own: _Name, pin: Pin, sign: int) -> None:
+        self._of_namespace[own[0]] += sign
+        if not self._of_namespace[own[0]]:
+            del self._of_namespace[own[0]]
         self._of_segment[pin.segment] += sign
         self._listed[pin.segment] += sign * len(pin.slots)
-        self.blocks += sign * pin.blocks
-        self._state.pins += sign
 
-    def _end(self, name: _Name, how: str) -> bool:
-        pin = self._pins.pop(name, None)
+    def _end(self, own: _Name, how: str) -> bool:
+        pin = self._pins.pop(own, None)
         if pin is None:
             return False
-        self._count(name, pin, -1)
-        self._state.count("retained_ended", pin.blocks, how)
-        unhold(self._state, pin.segment, self._own(pin), pin=True)
+        self._count(own, pin, -1)
+        unkeep(self._state, pin.segment, self.living(pin), how)
         return True

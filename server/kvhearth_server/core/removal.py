@@ -9,6 +9,7 @@ import numpy as np
 from kvhearth.model import I64, Bools, Tier
 from kvhearth_server.core.actions import Mark
 from kvhearth_server.core.events import EventKind
+from kvhearth_server.core.holds import lose_pins
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.slot_table import CopyState, State
 from kvhearth_server.core.state import CoreState
@@ -62,9 +63,8 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cau
     namespace.used_bytes -= size
     namespace.blocks -= len(heads)
     read = table.refs[slots] > 0
-    kept = read | (table.pins[slots] > 0)
-    state.book(segment, "held", slots[kept], -1)
-    table.pins[slots] = 0
+    state.book(segment, "held", slots[read], -1)
+    lose_pins(state, segment, slots, "evicted" if cause in EVICTIONS else "removed")
     quarantined = slots[read]
     if len(quarantined):
         table.state[quarantined] = State.QUARANTINED

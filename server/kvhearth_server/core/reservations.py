@@ -532,7 +532,7 @@ _SHORT_TEXT = {
         "the group holds as many reserved slots as it may, beside the tenant's other engines; "
         "commit or abort some"
     ),
-    Reason.HELD_CAP: "leases, stocks, pins and quarantine are at their cap; release some",
+    Reason.HELD_CAP: "leases, stocks and quarantine are at their cap; release some",
     Reason.QUOTA_EXCEEDED: (
         "half of the namespace's quota is reserved, or it is at its quota and holds nothing "
         "evictable; commit, abort or release some"

@@ -27,6 +27,7 @@ class Limits:
 
     held_fraction_max: float = 0.8
     stock_fraction_max: float = 0.25
+    pinned_fraction_max: float = 0.5
     keys_max: int = 8192
     sessions_max: int = 256
     namespaces_max: int = 1024
@@ -46,15 +47,16 @@ class Limits:
     namespace_quota_bytes: int | None = None
 
 
-Account = Literal["reserved", "committed", "quarantined", "loading", "held"]
+Account = Literal["reserved", "committed", "quarantined", "loading", "held", "pinned"]
 
 
 @dataclass
 class SegmentBooks:
     """Bytes of one segment.
 
-    ``held`` is the part of ``committed`` that a lease, a pin or a write to a slower tier keeps from
-    eviction. ``leased_slots`` are slots, not bytes; a slot counts once for each lease on it.
+    ``held`` is the part of ``committed`` that a lease or a write to a slower tier keeps from
+    eviction, ``pinned`` the part that pins keep until nothing else can be evicted; a slot may be in
+    both. ``leased_slots`` are slots, not bytes; a slot counts once for each lease on it.
     """
 
     capacity: int
@@ -63,6 +65,7 @@ class SegmentBooks:
     quarantined: int = 0
     loading: int = 0
     held: int = 0
+    pinned: int = 0
     leased_slots: int = 0
 
     @property
@@ -116,8 +119,8 @@ class CoreState:
         self.counts: dict[tuple[str, str], int] = {}
         self.evicted_at: list[U32] = []
         self.evictions: dict[tuple[int, str], int] = {}
-        self.pins = 0
-        """Number of pins."""
+        self.retained_blocks = 0
+        """Blocks with a pin."""
         self.clock = 0
         self.sequence = 0
         self.release_epoch = 0
@@ -168,7 +171,7 @@ class CoreState:
 
     def count_retained_hits(self, heads: Pick) -> None:
         """Count the blocks of a hit that a pin has kept."""
-        if self.pins:
+        if self.retained_blocks:
             self.count("retained_hit_blocks", int(np.count_nonzero(self.table.pins[heads])))
 
     def count_all(self, amounts: dict[tuple[str, str], int]) -> None:

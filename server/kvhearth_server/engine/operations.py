@@ -1,5 +1,5 @@
-"""Operators' long work in portions, so that the loop serves requests in between: evict, forget, and
-a recount of everything.
+"""Operators' long work in portions, so that the loop serves requests in between: evict, forget,
+unpin, and a recount of everything.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ COPIES_MAX = 128
 WRITTEN_S = 2.0
 """Longest wait for blocks that are being written; they are held, so nothing can evict them."""
 _LOOK_S = 0.005
+PINS_MAX = 16
+"""Pins of one portion; each names up to ``keys_max`` blocks."""
 
 Where = Literal["memory", "ssd", "all"]
 
@@ -47,7 +49,8 @@ async def evict(
 ) -> Removed:
     """Remove a namespace's blocks, coldest first, until it uses ``keep_bytes`` at most.
 
-    Leased and pinned blocks stay. Blocks removed from SSD stay removed across restarts.
+    Leased blocks stay, pinned ones go last; if memory is to keep nothing, the pins end. Blocks
+    removed from SSD stay removed across restarts.
 
     Args:
         where: by default everywhere if ``keep_bytes`` is 0, else in memory.
@@ -63,6 +66,8 @@ async def evict(
         Reason.BAD_MESSAGE,
         "the SSD tier has no order of coldness: keep 0 bytes there, or evict from memory only",
     )
+    if where != "ssd" and not keep_bytes:
+        await unpin(engine, digest)
     memory = await _evict_memory(engine, digest, keep_bytes) if where != "ssd" else 0
     if where == "memory" or engine.tiering is None:
         return Removed(memory)
@@ -112,6 +117,20 @@ async def forget(
     if engine.ssd_catalogue.paths:
         await engine.ssd_catalogue.confirm()
     return epoch
+
+
+async def unpin(engine: Engine, digest: bytes | None, session: str | None = None) -> int:
+    """End the pins of a namespace (None for all), or those of one session there; return how many.
+
+    Raises:
+        KVHearthError: ``unknown_namespace``.
+    """
+    number = None if digest is None else engine.core.named(digest).number
+    pinning, ended = engine.core.pinning, 0
+    for _ in range(0, len(pinning), PINS_MAX):  # pins that come meanwhile do not keep it going
+        ended += engine.call(pinning.end_all, number, "operator", name=session, most=PINS_MAX)
+        await asyncio.sleep(0)
+    return ended
 
 
 async def _evict_memory(engine: Engine, digest: bytes, keep_bytes: int) -> int:

@@ -36,7 +36,10 @@ class SegmentNow:
     capacity_bytes: Annotated[int, Field(description="Less where memory was given up.")]
     reserved_bytes: int
     committed_bytes: int
-    evictable_bytes: Annotated[int, Field(description="Blocks without lease or pin.")]
+    evictable_bytes: Annotated[
+        int, Field(description="Blocks without a lease; the pinned ones go last.")
+    ]
+    pinned_bytes: Annotated[int, Field(description="Blocks that pins keep.")]
     quarantined_bytes: int
     free_bytes: Annotated[int, Field(description="Unused.")]
     unassigned_bytes: Annotated[int, Field(description="They have no slot size yet.")]
@@ -44,7 +47,7 @@ class SegmentNow:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of blocks with a lease or pin."""
+        """Return the bytes of blocks with a lease."""
         return self.committed_bytes - self.evictable_bytes
 
 
@@ -163,7 +166,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         leases=sum(len(group.leases) for group in groups),
         oldest_lease_s=_oldest_lease_s(groups, now),
         pins=len(engine.core.pinning),
-        retained_blocks=engine.core.pinning.blocks,
+        retained_blocks=state.retained_blocks,
         sessions=attached,
         sessions_leaving=len(engine.sessions) - attached,
         groups=len(groups),
@@ -197,6 +200,7 @@ def _segments(engine: Engine) -> list[SegmentNow]:
             reserved_bytes=books.reserved,
             committed_bytes=books.committed,
             evictable_bytes=books.committed - books.held,
+            pinned_bytes=books.pinned,
             quarantined_bytes=books.quarantined,
             free_bytes=books.free,
             unassigned_bytes=pool.unassigned_count * geometry.slab_bytes,

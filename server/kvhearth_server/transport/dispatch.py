@@ -445,6 +445,7 @@ class Dispatcher:
     def _pin(self, request: cache_pb2.PinRequest, caller: CallContext) -> cache_pb2.PinResponse:
         engine, contract = self._engine, caller.contract
         _named(request.pin_id, "pin_id")
+        check_label(request.session)
         items = keys_items(contract, request.groups, caller.keys_max)
         pinned = engine.call(
             engine.core.pinning.pin,
@@ -454,6 +455,7 @@ class Dispatcher:
             items,
             ttl_s=request.ttl_ms / 1000,
             now=engine.now(),
+            name=request.session,
         )
         return cache_pb2.PinResponse(
             boot_id=engine.boot_id, pinned=bitmaps([item.kv_group for item in items], pinned)

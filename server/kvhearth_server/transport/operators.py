@@ -105,7 +105,7 @@ def audited(verb: str, peer: str, **fields: object) -> Iterator[dict[str, object
 
 
 def check_label(label: str | None) -> None:
-    """Refuse names of weights that no log could show.
+    """Refuse names of weights or sessions that no log could show.
 
     Raises:
         KVHearthError: ``bad_message``.

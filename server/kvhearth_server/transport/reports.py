@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from kvhearth.contract import KEY_BYTES_MAX, KEY_BYTES_MIN, Contract, namespace_digest
@@ -24,6 +25,7 @@ from kvhearth_server.core.scores import score
 from kvhearth_server.core.slot_table import State
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
+from kvhearth_server.engine.operations import PINS_MAX
 from kvhearth_server.transport.messages import plain_text
 
 LEASES_AT_ONCE = 128
@@ -111,6 +113,32 @@ class Leases(Report):
     """Groups that hold leases, the one with the oldest first."""
 
     groups: list[LeaseHolder]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Blocks that are evicted last, for a while; those with several pins count in each."""
+
+    tenant: str
+    namespace: str
+    session: Annotated[str, Field(description="The client's name for what wants them.")]
+    blocks: int
+    bytes: int
+    ends_in_s: float
+
+
+@dataclass(frozen=True)
+class Pins(Report):
+    """Pins, the one that ends first first."""
+
+    pins: list[Pin]
+
+
+@dataclass(frozen=True)
+class Unpinned(Report):
+    """Result of an unpin."""
+
+    ended_pins: int
 
 
 @dataclass(frozen=True)
@@ -314,6 +342,25 @@ async def leases(engine: Engine) -> Leases:
         )
         found.append(holder)
     return Leases(engine.boot_id, sorted(found, key=lambda holder: -holder.oldest_s))
+
+
+async def pins(engine: Engine) -> Pins:
+    """Return the pins; the loop turns after some of them, and they may end meanwhile."""
+    digests, state, found = _digests(engine), engine.core.state, list[Pin]()
+    for index, (number, pin) in enumerate(engine.core.pinning.listed(), 1):
+        slots = engine.core.pinning.living(pin)
+        one = Pin(
+            tenant=state.table.geometry.segments[pin.segment].tenant,
+            namespace=digests.get(number, ""),
+            session=pin.session,
+            blocks=int(np.count_nonzero(state.table.head[slots] == 0)),
+            bytes=state.table.total_bytes(slots),
+            ends_in_s=max(0.0, pin.expires_at - engine.now()),
+        )
+        found.append(one)
+        if index % PINS_MAX == 0:
+            await asyncio.sleep(0)
+    return Pins(engine.boot_id, sorted(found, key=lambda pin: pin.ends_in_s))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from kvhearth.connectors.core.engine import (
 )
 from kvhearth.connectors.core.load_tracker import Loads, RequestState
 from kvhearth.connectors.core.requests import DECODE_RUN_TOKENS, Requests
-from kvhearth.connectors.core.retainer import Retainer
+from kvhearth.connectors.core.retainer import Keys, Retainer
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import (
     STEP_TOKENS_MIN,
@@ -197,7 +197,7 @@ class SchedulerConnector:
         self._requests.new(request)
         state = self._requests.find(request.request_id)
         if self._retainer is not None and state is not None and state.options.session_id:
-            self._retainer.resume(state.options.session_id)
+            self._retainer.resume(state.options.session_id, partial(self._keys_of, state))
 
     def matched(self, request: Request, computed_tokens: int) -> int | None:
         return self._requests.matched(request, computed_tokens)
@@ -276,16 +276,20 @@ class SchedulerConnector:
         """Keep the blocks of a request that has ended, as it asked."""
         if self._retainer is None:
             self._retainer = Retainer(self._client, self.counters, self._stores.storing)
-        progress, options = state.progress, state.options
+        options, hashes, full = state.options, state.progress.hashes, self.groups.full_blocks
+        keys, prompt = self._keys_of(state), state.request.num_prompt_tokens
+        if keys:
+            kept = {group: named[: full(group, hashes, tokens)] for group, named in keys.items()}
+            asked = {group: full(group, hashes, prompt) for group in keys}
+            name = options.session_id or state.request.request_id
+            self._retainer.retain(name, kept, options.retain_s, asked)
+
+    def _keys_of(self, state: RequestState) -> Keys:
+        """The keys of a request's blocks by KV group; none if nobody may find them."""
+        progress = state.progress
         if progress.key_salt is None:
-            return
-        keys = self.groups.keys(progress.hashes, progress.key_salt)
-        full = {
-            group: named[: self.groups.full_blocks(group, progress.hashes, tokens)]
-            for group, named in keys.items()
-        }
-        name = options.session_id or state.request.request_id
-        self._retainer.retain(name, full, options.retain_s)
+            return {}
+        return self.groups.keys(progress.hashes, progress.key_salt)
 
     # -- steps -------------------------------------------------------------------------------------
 

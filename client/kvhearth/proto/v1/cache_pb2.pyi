@@ -470,10 +470,13 @@ class PinRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
     pin_id: builtins.int
     """Chosen by the client (random, not 0)."""
     epoch: builtins.int
     ttl_ms: builtins.int
+    session: builtins.str
+    """Name of the dialogue that wants the blocks, for operators; at most 256 bytes."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvhearth.proto.v1.types_pb2.GroupKeys]: ...
     def __init__(
@@ -483,8 +486,9 @@ class PinRequest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[kvhearth.proto.v1.types_pb2.GroupKeys] | None = ...,
         epoch: builtins.int = ...,
         ttl_ms: builtins.int = ...,
+        session: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "pin_id", b"pin_id", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "groups", b"groups", "pin_id", b"pin_id", "session", b"session", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 global___PinRequest = PinRequest
 

@@ -147,8 +147,13 @@ CACHE: tuple[Metric, ...] = (
     ),
     SEGMENTS.field(
         "kvhearth_evictable_bytes",
-        "The part of used_bytes that nobody leases or pins.",
+        "The part of used_bytes that nobody leases; pinned blocks go last.",
         "Alert: near 0 with little free, stores are refused.",
+    ),
+    SEGMENTS.field(
+        "kvhearth_pinned_bytes",
+        "The part of used_bytes that pins keep until nothing else is left to evict.",
+        "Near pinned_fraction_max of capacity_bytes, further pins are refused.",
     ),
     SEGMENTS.field(
         "kvhearth_quarantined_bytes",

@@ -88,30 +88,33 @@ SERVICE: tuple[Metric, ...] = (
     ),
     DAEMON.field(
         "kvhearth_pins",
-        "Pins that hold blocks.",
-        "What eviction may not take.",
+        "Pins that keep blocks.",
+        "What eviction takes last.",
     ),
     DAEMON.field(
         "kvhearth_retained_blocks",
-        "Blocks that pins keep from eviction, as requests ask to have theirs kept for a while.",
+        "Blocks with a pin, which are evicted last, as requests ask to have theirs kept.",
         "KV that waits for its next turn.",
     ),
     counter(
         "kvhearth_retained_total",
-        "Blocks that pins began to keep.",
+        "Blocks that got their first pin.",
         "How much agents ask for.",
     ),
     counter(
         "kvhearth_retained_ended_total",
-        "Blocks whose pin ended, by how: released, as its session went on, expired, or refused.",
+        "Blocks whose last pin ended, by how: released, as its session went on; expired; epoch, "
+        "with new weights; ended, with a private run; operator, by unpin or evict; evicted, as "
+        "nothing else was left; removed, as wrong or replaced; or refused.",
         "Expired ones were kept for nothing: shorter times, or agents that never came back. "
-        "Refused ones never were: the reason is in refusals_total.",
+        "Refused ones never were: the reason is in refusals_total. Many evicted ones: a smaller "
+        "pinned_fraction_max, or more memory.",
         "how",
-        {"expired", "released", "refused"},
+        {"ended", "epoch", "evicted", "expired", "operator", "refused", "released", "removed"},
     ),
     counter(
         "kvhearth_retained_hit_blocks_total",
-        "Blocks of hits in memory that a pin kept.",
+        "Blocks of hits in memory that have a pin.",
         "What keeping them was good for.",
     ),
     DAEMON.field(

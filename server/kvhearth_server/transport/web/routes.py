@@ -222,6 +222,17 @@ class BumpRequest(BaseModel, extra="forbid"):
     )
 
 
+class UnpinRequest(BaseModel, extra="forbid"):
+    """Which pins end; without both, all."""
+
+    namespace: str | None = Field(
+        None, description="Its digest, 64 hex digits.", pattern="^[0-9a-f]{64}$"
+    )
+    session: str | None = Field(
+        None, max_length=LABEL_BYTES_MAX, description="The client's name for what pinned."
+    )
+
+
 Evict = Annotated[EvictRequest, Body(default_factory=EvictRequest)]
 Bump = Annotated[BumpRequest, Body(default_factory=BumpRequest)]
 
@@ -283,6 +294,11 @@ def state_routes(
         """Leases of readers, by group."""
         return await reports.leases(engine)
 
+    @lists.get("/pins")
+    async def pins() -> reports.Pins:
+        """Pins of blocks that will be wanted again."""
+        return await reports.pins(engine)
+
     @lists.get("/keys/{key}")
     async def key(key: Key) -> reports.KeyPlaces:
         """Where a key is, and whether it would be served."""
@@ -335,6 +351,15 @@ def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRoute
             epoch = await operations.forget(engine, bytes.fromhex(ns), expected, label)
             details["epoch"] = epoch
         return reports.Bumped(boot_id, epoch)
+
+    @router.post("/v1/pins:end", responses=problem_responses(404))
+    async def unpin(caller: CallContext, request: UnpinRequest) -> reports.Unpinned:
+        """End pins before their time: a namespace's, a session's, or all."""
+        ns, session = request.namespace, request.session
+        with audited("unpin", caller, namespace=ns, session=session) as details:
+            digest = None if ns is None else bytes.fromhex(ns)
+            details["ended_pins"] = ended = await operations.unpin(engine, digest, session)
+        return reports.Unpinned(boot_id, ended)
 
     @router.post("/v1/admin:drain")
     async def drain(caller: CallContext) -> reports.Drained:
