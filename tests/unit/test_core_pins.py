@@ -61,6 +61,15 @@ def test_pins_end_with_their_weights() -> None:
         assert rig.state.take_counts()["retained_ended", "epoch"] == 2
 
 
+def test_pins_of_a_private_run_end_with_it() -> None:
+    rig = Rig()
+    private = rig.attach(contract(revision="private:run"))
+    rig.put(private, keys(0))
+    rig.pin(private, 1, keys(0))
+    rig.leave(private)
+    assert len(rig.core.pinning) == 0
+
+
 def test_a_hint_never_makes_a_store_fail() -> None:
     """Pinned blocks are the last ones to go: after all others of any slot size."""
     small, large = full(4096), full(16384)
