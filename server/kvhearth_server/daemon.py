@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import secrets
 import signal
@@ -22,11 +21,18 @@ from typing import Any
 import numpy as np
 
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.url import ADMIN_TOKEN_FILE
+from kvhearth.url import (
+    ADMIN_SOCKET,
+    ADMIN_TOKEN_FILE,
+    ATTACH_SOCKET,
+    CALLS_SOCKET,
+    GRPC_SOCKET,
+)
 from kvhearth_server.config.load import Settings, merged_settings
 from kvhearth_server.config.rlimit import door_shares, raise_limit
 from kvhearth_server.core.publishing import PublishPolicy
 from kvhearth_server.core.state import Limits
+from kvhearth_server.doors import OpenDoors, SocketDirectory, refusal
 from kvhearth_server.engine.checksums import ChecksumWorkers
 from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.populating import populate
@@ -41,14 +47,10 @@ from kvhearth_server.observability import systemd as notify
 from kvhearth_server.observability.counters import Counters, watch_lag
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.observability.metrics import COUNTERS
-from kvhearth_server.ownership import foreign
 from kvhearth_server.preflight import (
     arena_plan,
     check,
-    lock_sockets,
     read_token,
-    socket_files,
-    socket_refusal,
 )
 from kvhearth_server.tier_startup import OpenTiers, follow_recovery, open_tiers, remote_limits
 from kvhearth_server.tiers.base import Tier
@@ -62,15 +64,12 @@ from kvhearth_server.transport.reports import Examine
 from kvhearth_server.transport.rpc import RpcServer
 from kvhearth_server.transport.web.routes import make_app
 from kvhearth_server.transport.web.server import WebServer
-from kvhearth_server.vanished import Vanished
 
 _SUMMED = (
     *("lookups", "hit_keys", "below_keys", "miss_keys", "stored_blocks", "evicted_blocks"),
     *("demoted_blocks", "promoted_blocks", "sessions_opened", "refusals", "checksum_failures"),
 )
 """Counters that the last log line of a run shows."""
-Files = dict[str, tuple[Path, Callable[[], None]]]
-"""Files by name: the path, and what makes it."""
 _TRIM_PAUSE_S = 0.25
 _RELOAD_S = 10.0
 _log = get_logger("kvhearth.daemon")
@@ -234,7 +233,7 @@ async def _serve(
     background = ChecksumWorkers(engine, supervisor, sum_threads=settings.sum_threads)
     dispatcher = Dispatcher(engine, background.verify_blocks)
     shares = door_shares(settings)
-    rpc = RpcServer(settings.grpc_socket, engine, dispatcher, shares.grpc)
+    rpc = RpcServer(engine, dispatcher, shares.grpc)
     calls = CallsServer(engine, dispatcher, shares, timeout_s=settings.attach_timeout_s)
     attach = AttachServer(
         engine,
@@ -243,21 +242,26 @@ async def _serve(
         descriptors_max=shares.attach,
     )
     web = _open_web(settings, engine, operators, shares.http, examine)
-    _prepare_sockets(settings, admin_token)
+    directory = _claimed(settings)
     background.start()
     _spawn(settings, engine, background, supervisor)
-    if settings.grpc == "on":
-        await rpc.start()
-    doors: Files = {
-        "admin": (path := settings.admin_socket, partial(web.open, path, supervisor)),
-        "calls": (path := settings.calls_socket, partial(calls.start, path, supervisor)),
-        "attach": (path := settings.attach_socket, partial(attach.start, path, supervisor)),
-    }
-    _keep_open(settings, engine, supervisor, doors, admin_token)
+    doors = OpenDoors(
+        engine,
+        directory,
+        {
+            "admin_token": (ADMIN_TOKEN_FILE, partial(_write_token, admin_token)),
+            **({"grpc": (GRPC_SOCKET, rpc.start)} if settings.grpc == "on" else {}),
+            "admin": (ADMIN_SOCKET, partial(web.open, supervisor)),
+            "calls": (CALLS_SOCKET, partial(calls.start, supervisor)),
+            "attach": (ATTACH_SOCKET, partial(attach.start, supervisor)),
+        },
+    )
+    await doors.open()
+    supervisor.spawn("files", partial(doors.run, stopping))
     web.start(supervisor)
     _spare_the_loop()
     _say_ready(settings, engine, web)
-    _tell_systemd(supervisor)
+    _tell_systemd(engine, supervisor)
     cause = await stopping
     end = loop.time() + settings.drain_timeout_s
     _log.info("daemon.draining", cause=cause, timeout_s=settings.drain_timeout_s)
@@ -271,8 +275,8 @@ async def _serve(
     await supervisor.stop()
     background.close()
     _rest_tier(engine, settings.drain_timeout_s)
-    for path in socket_files(settings):
-        path.unlink(missing_ok=True)
+    doors.close()
+    directory.leave()
     _log.info("daemon.stopped", **_summary(engine))
     return 0
 
@@ -418,64 +422,24 @@ def _operators(settings: Settings, admin_token: str) -> Operators:
     return Operators(admin_token, read_token(settings), credentials, guarded=settings.http_guarded)
 
 
-def _prepare_sockets(settings: Settings, admin_token: str) -> None:
-    """Make the directory, refuse a live daemon's sockets, remove a dead one's, write the admin
-    token.
+def _claimed(settings: Settings) -> SocketDirectory:
+    """Return the sockets' directory, made, checked and locked.
 
     Raises:
         KVHearthError: ``socket_unusable``.
     """
+    directory = SocketDirectory(settings.socket_dir)
     try:
-        _make_folder(settings.socket_dir)
-        for path in socket_files(settings):
-            path.unlink(missing_ok=True)
-        _write_token(settings, admin_token)
+        directory.claim()
     except OSError as error:
-        raise socket_refusal(settings.socket_dir, error) from None
+        raise refusal(settings.socket_dir, error) from None
+    return directory
 
 
-def _make_folder(folder: Path) -> None:
-    """Make the sockets' directory if it is not there, and lock it for as long as this process
-    lives.
-
-    Raises:
-        KVHearthError: ``socket_unusable``: another daemon has it.
-        OSError: it cannot be made, or others may write to it.
-    """
-    folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-    if hint := foreign(folder):
-        raise PermissionError(errno.EPERM, hint, str(folder))
-    lock_sockets(folder)
-
-
-def _write_token(settings: Settings, admin_token: str) -> None:
-    token = settings.socket_dir / ADMIN_TOKEN_FILE
-    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _write_token(admin_token: str, path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(admin_token)
-
-
-def _keep_open(
-    settings: Settings,
-    engine: Engine,
-    supervisor: Supervisor,
-    doors: Files,
-    admin_token: str,
-) -> None:
-    """Open doors, given by the path of the socket and what binds it, and put back from now on what
-    others remove of the sockets' directory and of the arena.
-    """
-    folder = settings.socket_dir
-    for _, start in doors.values():
-        start()
-    write_token = partial(_write_token, settings, admin_token)
-
-    def make_folder() -> None:
-        if not folder.is_dir():
-            _make_folder(folder)
-
-    files: Files = {**doors, "admin_token": (folder / ADMIN_TOKEN_FILE, write_token)}
-    supervisor.spawn("files", Vanished(engine, make_folder, files).run)
 
 
 def _open_web(
@@ -528,7 +492,8 @@ def _say_ready(settings: Settings, engine: Engine, web: WebServer) -> None:
     )
 
 
-def _tell_systemd(supervisor: Supervisor) -> None:
+def _tell_systemd(engine: Engine, supervisor: Supervisor) -> None:
     notify.notify(notify.READY)
     if pause_s := notify.watchdog_s():
-        supervisor.spawn("watchdog", lambda: notify.keep_watchdog(pause_s))
+        lives = partial(notify.keep_watchdog, pause_s, lambda: not engine.needs_restart)
+        supervisor.spawn("watchdog", lives)

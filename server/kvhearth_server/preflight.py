@@ -15,12 +15,14 @@ from pathlib import Path
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.url import ADMIN_TOKEN_FILE
 from kvhearth_server.config.load import Settings
+from kvhearth_server.config.rlimit import check_limit
 from kvhearth_server.core.slot_table import Geometry
+from kvhearth_server.doors import claimed, refusal
 from kvhearth_server.gateway.credentials import Credentials
 from kvhearth_server.memory.durable_file import check_lockable
 from kvhearth_server.memory.mapping import HugepagePolicy, KernelMemory
 from kvhearth_server.memory.plan import ArenaPlan, check_room
-from kvhearth_server.ownership import foreign, read_own
+from kvhearth_server.ownership import read_own
 from kvhearth_server.tier_startup import (
     Probe,
     check_ssd_dirs,
@@ -59,6 +61,7 @@ def problems(
         tried: tries an interface for disk I/O.
     """
     checks: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("nofile", lambda: check_limit(settings)),
         ("arena_dir", lambda: _arena(settings, kernel or KernelMemory())),
         ("remote_fleet_key_file", lambda: fleet_key(settings)),
         ("ssd_dirs", lambda: check_ssd_dirs(settings)),
@@ -126,41 +129,14 @@ def _http(settings: Settings) -> None:
 
 def _sockets(settings: Settings) -> None:
     folder = settings.socket_dir
-    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    existing = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
-        if existing == folder and (message := foreign(folder)):
-            raise PermissionError(errno.EPERM, message, str(folder))
+        if existing == folder:
+            os.close(claimed(folder, fcntl.LOCK_SH))
         # Permissions alone do not tell: even root may not write to /proc or to a read-only mount.
         Path(tempfile.mkdtemp(prefix=".kvhearth-", dir=existing)).rmdir()
         for path in socket_files(settings):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
-        raise socket_refusal(folder, error) from None
-    if existing == folder:
-        os.close(lock_sockets(folder, fcntl.LOCK_SH))
-
-
-def socket_refusal(folder: Path, error: OSError) -> KVHearthError:
-    """Return the error for a socket directory that cannot be used."""
-    message = f"cannot use {folder}: {error.strerror}; choose another --socket-dir"
-    return KVHearthError(Reason.SOCKET_UNUSABLE, message)
-
-
-def lock_sockets(folder: Path, how: int = fcntl.LOCK_EX) -> int:
-    """Lock a socket directory until the returned descriptor is closed, so that two daemons cannot
-    race.
-
-    Raises:
-        KVHearthError: ``socket_unusable``: another daemon has it.
-        OSError: it cannot be opened.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise KVHearthError(
-            Reason.SOCKET_UNUSABLE, f"another daemon serves {folder}; choose another --socket-dir"
-        ) from None
-    return descriptor
+        raise refusal(folder, error) from None

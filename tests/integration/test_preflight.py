@@ -129,6 +129,11 @@ class World:
         (self.folder / "file").touch()
         self.daemon.socket_dir = self.folder / path
 
+    def sockets_by_link(self) -> None:
+        place = self.daemon.socket_dir.with_name("link")
+        place.symlink_to(self.own_sockets())
+        self.daemon.socket_dir = place
+
     def own_sockets(self, below: str = ".", mode: int = 0o700) -> Path:
         """Make the socket directory, and return it."""
         (self.daemon.socket_dir / below).mkdir(parents=True, exist_ok=True)
@@ -212,6 +217,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a socket's name that is a directory": (
         *(lambda w: w.own_sockets("attach.sock"), 1, "--socket-dir"),
     ),
+    "sockets by way of a link": (lambda w: w.sockets_by_link(), 1, "symbolic link"),
     "a socket directory that a group may write to": (lambda w: w.own_sockets(mode=0o770), 1),
     "another user's socket directory": (lambda w: given_to_nobody(w.own_sockets()), 1),
     "sockets with a path that is too long": (

@@ -114,6 +114,10 @@ class FakeArena:
         self.populator = Populator(self.plan.geometry, [], None, nodes, KernelTopology())
         self.populator.populated[:] = True
 
+    def put_back(self) -> list[str]:
+        """Return the names of files that are gone."""
+        return []
+
     def journal(self, table: SlotTable) -> Journal:
         """Return a journal over a core's table."""
         return Journal(self.file, self.plan.geometry, table)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def test_the_watchdog_is_fed_again_and_again(
         systemd.setblocking(False)
 
         async def fed() -> None:
-            feeding = asyncio.create_task(notify.keep_watchdog(0.01))
+            feeding = asyncio.create_task(notify.keep_watchdog(0.01, lambda: True))
             loop = asyncio.get_running_loop()
             for _ in range(3):
                 assert await asyncio.wait_for(loop.sock_recv(systemd, 100), 20) == b"WATCHDOG=1"

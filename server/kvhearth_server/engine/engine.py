@@ -68,6 +68,8 @@ from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import Tier
 
 _log = get_logger("kvhearth.engine")
+RESTART_AFTER_S = 60.0
+"""Time for which a door must be shut before a restart is asked for."""
 _MESSAGE_FRAME_BYTES = 4096
 """Bytes of a message that are reserved for everything but keys and extents."""
 
@@ -101,6 +103,20 @@ class Attached:
     hello: Hello
     welcome: Welcome
     descriptors: list[int]
+
+
+@dataclass(frozen=True)
+class ShutDoor:
+    """A door that takes nobody for the moment.
+
+    Attributes:
+        since: when it was found shut, in the engine's time.
+        passes: the cause ends without a restart, such as a full file system.
+    """
+
+    reason: str
+    since: float
+    passes: bool
 
 
 class Engine:
@@ -154,8 +170,8 @@ class Engine:
         """Set when ``to_sum`` has got more."""
         self.notices: dict[str, str] = {}
         """Facts that an operator should know though the daemon serves, by their subject."""
-        self.doors_shut: dict[str, str] = {}
-        """Reasons of doors that take nobody for the moment, by the door's name."""
+        self.doors_shut: dict[str, ShutDoor] = {}
+        """Doors that take nobody for the moment, by name."""
         self.tiering: Tiering | None = None
         self.ssd_catalogue = EpochStore(
             [path for tier in tiers for path in tier.directories], counters
@@ -255,6 +271,13 @@ class Engine:
         """
         if self.draining:
             raise KVHearthError(Reason.DRAINING, "the daemon is shutting down; try again soon")
+
+    @property
+    def needs_restart(self) -> str:
+        """Why only a restart can help, told once it has been so for a minute; "" if it need not."""
+        old = self.now() - RESTART_AFTER_S
+        shut = self.doors_shut.values()
+        return next((each.reason for each in shut if not each.passes and each.since < old), "")
 
     # -- attach ------------------------------------------------------------------------------------
 

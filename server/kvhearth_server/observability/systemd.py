@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 
 from kvhearth_server.observability.logs import get_logger
 
@@ -45,8 +46,9 @@ def watchdog_s() -> float:
     return int(limit_us) / 2e6
 
 
-async def keep_watchdog(pause_s: float) -> None:
+async def keep_watchdog(pause_s: float, lives: Callable[[], bool]) -> None:
     """Report that we live until cancelled; runs on the loop, so a loop that hangs falls silent."""
     while True:
-        notify(WATCHDOG)
+        if lives():
+            notify(WATCHDOG)
         await asyncio.sleep(pause_s)

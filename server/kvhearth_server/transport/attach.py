@@ -219,7 +219,7 @@ class AttachServer:
         self._turn = asyncio.Lock()
         self._connections: set[asyncio.Task[None]] = set()
 
-    def start(self, path: Path, supervisor: Supervisor) -> None:
+    def start(self, supervisor: Supervisor, path: Path) -> None:
         """Listen on the socket, or anew if it was removed.
 
         The socket's mode lets every user connect who can reach its directory; the peer's
@@ -388,7 +388,7 @@ class AttachServer:
         """Return the answer to a health request, which any peer that can connect may send."""
         tiering = self._engine.tiering
         degraded = list(tiering.tier.problems().values()) if tiering else []
-        shut = [f"{door}: {reason}" for door, reason in self._engine.doors_shut.items()]
+        shut = [f"{door}: {each.reason}" for door, each in self._engine.doors_shut.items()]
         return {
             "kind": "health",
             "serving": not self._engine.draining,

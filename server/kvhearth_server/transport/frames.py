@@ -118,7 +118,7 @@ class CallsServer:
         self.inbox = memoryview(bytearray(_READ_BYTES))
         """Read buffer of all connections; each takes its bytes out before the next one reads."""
 
-    def start(self, path: Path, supervisor: Supervisor) -> None:
+    def start(self, supervisor: Supervisor, path: Path) -> None:
         """Listen on the socket, or anew if it was removed.
 
         The socket's mode lets every user connect who can reach its directory; the token decides.

@@ -51,29 +51,27 @@ class RpcServer:
     """The gRPC socket.
 
     Args:
-        path: of the socket.
         connections_max: connections that may be open at once.
     """
 
-    def __init__(
-        self, path: Path, engine: Engine, dispatcher: Dispatcher, connections_max: int
-    ) -> None:
-        self._path, self._engine, self._dispatcher = path, engine, dispatcher
+    def __init__(self, engine: Engine, dispatcher: Dispatcher, connections_max: int) -> None:
+        self._engine, self._dispatcher = engine, dispatcher
         self._connections_max = connections_max
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._telling: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Answer calls from now on.
+    async def start(self, path: Path) -> None:
+        """Answer calls from now on, instead of at the path before.
 
         Raises:
             OSError: the socket cannot be bound.
         """
+        await self.stop(0)  # it removes its path
         self._server = server = self._make()
         try:
             with socket_mask(owner_only=True):
-                server.add_insecure_port(f"unix:{self._path}")
+                server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:  # gRPC's answer whatever the cause
             raise OSError(errno.EADDRNOTAVAIL, f"gRPC cannot bind: {error}") from None
         await server.start()

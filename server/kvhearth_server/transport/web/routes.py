@@ -401,10 +401,17 @@ def probe_routes(
     """
     router = APIRouter(tags=["probes"])
 
-    @router.get("/livez", response_class=PlainTextResponse)
-    async def livez() -> str:
-        """200 while the daemon's loop turns; looks at nothing else."""
-        return "ok\n"
+    @router.get(
+        "/livez",
+        response_class=PlainTextResponse,
+        responses={503: {"description": "Needs a restart.", "content": {"text/plain": {}}}},
+    )
+    async def livez() -> PlainTextResponse:
+        """200 while the daemon's loop turns; 503 once sockets that others removed could not be made
+        again for a minute, if only a restart can help.
+        """
+        why = engine.needs_restart
+        return PlainTextResponse(f"{why or 'ok'}\n", 503 if why else 200)
 
     async def ready(verbose: Verbose = None) -> PlainTextResponse:
         """200 while stores and attaches are accepted, else 503; ``verbose`` lists the checks, each
@@ -450,7 +457,7 @@ def readiness(engine: Engine) -> dict[str, bool]:
     return {
         "arena": all(segment.fd >= 0 for segment in engine.arena.segments),
         "not-draining": not engine.draining,
-        **{f"{door}-door: {reason}": False for door, reason in engine.doors_shut.items()},
+        **{f"{door}-door: {each.reason}": False for door, each in engine.doors_shut.items()},
     }
 
 

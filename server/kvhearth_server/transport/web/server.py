@@ -204,7 +204,7 @@ class WebServer:
         self._at_path: socket.socket | None = None
         self.address = "off" if self._bound is None else _text(*self._bound.getsockname()[:2])
 
-    def open(self, path: Path, supervisor: Supervisor) -> None:
+    def open(self, supervisor: Supervisor, path: Path) -> None:
         """Answer requests of the daemon's user from now on, instead of at the path before.
 
         Raises:
