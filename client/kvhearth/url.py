@@ -197,7 +197,9 @@ def find_socket_dir() -> Path:
     there is one, else ``/run/kvhearth`` if it exists, which another user's daemon may serve.
     """
     own = _own_socket_dir()
-    if _system_is_ours() or (SYSTEM_SOCKET_DIR.is_dir() and not (own / ATTACH_SOCKET).exists()):
+    if _system_is_ours() or (
+        SYSTEM_SOCKET_DIR.is_dir() and not os.path.exists(own / ATTACH_SOCKET)
+    ):
         return SYSTEM_SOCKET_DIR
     return own
 

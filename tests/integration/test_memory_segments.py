@@ -308,6 +308,7 @@ def test_a_small_tmpfs_is_refused_with_what_is_free(tmp_path: Path, hidden: bool
         with pytest.raises(KVHearthError, match=f"the size of the tmpfs of {path}") as caught:
             create_segment(size, OFF, path=path / "segment", kernel=Racing())
         assert caught.value.reason is Reason.MEMORY_UNAVAILABLE
+        assert ("of which others have 4MiB; free those" in caught.value.message) is hidden
         assert not (path / "segment").exists()
         assert not (path / "segment.new").exists()
 

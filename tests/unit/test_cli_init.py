@@ -149,6 +149,17 @@ def test_files_that_exist_stay_unless_forced(
 
 
 @pytest.mark.usefixtures("here")
+def test_places_that_cannot_be_looked_at_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as below a directory that one may not enter, where ``stat`` fails as with this name."""
+    place = tmp_path / ("x" * 300)
+    assert app.run(["init", "--user", "--dir", str(place)]) == app.EXIT_CONFIG
+    assert f"cannot write {place}" in capsys.readouterr().err
+    assert "ssd_dirs" not in chosen(machine(tmp_path, 0, (place, "ext4")))
+
+
+@pytest.mark.usefixtures("here")
 def test_a_user_without_a_home_is_told_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

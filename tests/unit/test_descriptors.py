@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 from support.cases import cases
 
+from kvhearth.errors import KVHearthError
 from kvhearth_server.config import rlimit as descriptors
 from kvhearth_server.config.model import Settings
 
@@ -30,6 +31,13 @@ def test_a_limit_that_is_too_low_is_told_at_the_start(
         descriptors.raise_limit(settings)
     assert limits == [(hard, hard)]
     assert ("descriptors.few" in {line["event"] for line in logged}) is reported
+
+
+def test_a_limit_below_the_daemons_own_files_is_refused_with_the_remedy() -> None:
+    least = descriptors.RESERVE + 64
+    descriptors.check_limit(Settings(), least)
+    with pytest.raises(KVHearthError, match=f"needs {least} at least; systemd: LimitNOFILE="):
+        descriptors.check_limit(Settings(), least - 1)
 
 
 @cases("sessions_max", [1, 4, 256, 65536])

@@ -27,7 +27,7 @@ from kvhearth_server.cli.machine import GOOD_FILESYSTEMS, DirectoryFacts, Drive,
 from kvhearth_server.cli.output import AsJson, Config, flag, say, size, waiting
 from kvhearth_server.config.load import Settings, load_settings
 from kvhearth_server.config.model import HUGEPAGE_BYTES
-from kvhearth_server.config.rlimit import needed, ssd_files
+from kvhearth_server.config.rlimit import limit_fix, needed, ssd_files
 from kvhearth_server.config.value_types import SsdDir, format_size
 from kvhearth_server.memory.mapping import MIB, THP_FIX, Filesystem, FilesystemKind, filesystem_kind
 from kvhearth_server.memory.plan import Room, room_of
@@ -278,11 +278,8 @@ def descriptors(look: Look) -> Iterator[Finding]:
     if settings.ssd_dirs:
         found += f" and {ssd_files(settings)} files of the SSD tier"
     found += " take up to"
-    fix = (
-        f"systemd: LimitNOFILE={wanted}; docker run: --ulimit nofile={wanted}; "
-        f"shell: ulimit -n {wanted}"
-    )
-    yield graded(limit < 0 or limit >= wanted, "nofile", f"{found} {wanted}", fix)
+    good = limit < 0 or limit >= wanted
+    yield graded(good, "nofile", f"{found} {wanted}", limit_fix(wanted))
 
 
 def kernel(look: Look) -> Iterator[Finding]:

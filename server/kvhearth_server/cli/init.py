@@ -108,7 +108,7 @@ def _ssd(machine: Machine, *, system: bool) -> list[str]:
         point, device = mount.point, machine.device_of(mount.point)
         good = mount.kind in GOOD_FILESYSTEMS and point.parts[1:2] not in ((), ("boot",))
         writable = os.access(point, os.W_OK) or (system and "rw" in mount.options)
-        if not good or device in seen or not writable or not point.is_dir():
+        if not good or device in seen or not writable or not os.path.isdir(point):
             continue
         if not machine.place(point).on_nvme:
             continue
@@ -210,10 +210,10 @@ def init(
     place = parsed("--dir", directory, folder) if folder else None
     config, unit = places(place, system=whole)
     texts = {config: settings_text(chosen), unit: unit_text(config, chosen, system=whole)}
-    for path in texts:
-        if path.exists() and not force:
-            raise wrong(f"{path} exists; look at it, then give --force to replace it")
     try:
+        for path in texts:
+            if path.exists() and not force:
+                raise wrong(f"{path} exists; look at it, then give --force to replace it")
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

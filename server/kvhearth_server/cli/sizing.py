@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def sized(
 
     Once a daemon has real load, kvhearth mrc tells more than any calculation.
     """
-    file = model / "config.json" if model.is_dir() else model
+    file = model / "config.json" if os.path.isdir(model) else model
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

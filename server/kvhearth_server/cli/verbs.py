@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -191,7 +192,7 @@ def explain(
     not served. Exits with 1 if the key is absent.
     """
     path = Path(what)
-    if path.is_file():
+    if os.path.isfile(path):
         contract = _contract(path)
         found = daemon_at(socket_dir).explain_contract(tenant, contract)
         say({"kind": "contract", **plain(found)}, _nearest(found), as_json=as_json)

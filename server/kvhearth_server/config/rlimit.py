@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
+from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.model import Settings
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.ssd.settings import segment_bytes_for, segments_max
@@ -78,6 +79,32 @@ def door_shares(settings: Settings, limit: int | None = None) -> DoorShares:
         grpc=min(eighth, sessions + _LEAST),
         http=min(eighth, HTTP_MAX),
     )
+
+
+def limit_fix(descriptors: int) -> str:
+    """Return how an operator raises the limit to so many descriptors."""
+    return (
+        f"systemd: LimitNOFILE={descriptors}; docker run: --ulimit nofile={descriptors}; "
+        f"shell: ulimit -n {descriptors}"
+    )
+
+
+def check_limit(settings: Settings, limit: int | None = None) -> None:
+    """Refuse a limit that leaves each door less than its least share, or the daemon's own files
+    none; by default the process's, which may be raised to its hard one.
+
+    Raises:
+        KVHearthError: ``socket_unusable``.
+    """
+    if limit is None:
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = RESERVE + 8 * _LEAST + ssd_files(settings)
+    if limit != resource.RLIM_INFINITY and limit < least:
+        raise KVHearthError(
+            Reason.SOCKET_UNUSABLE,
+            f"the limit of open files is {limit}, and the daemon needs {least} at least; "
+            + limit_fix(needed(settings)),
+        )
 
 
 def raise_limit(settings: Settings) -> None:

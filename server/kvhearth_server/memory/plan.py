@@ -277,11 +277,11 @@ def check_room(plan: ArenaPlan, kernel: KernelMemory) -> Found:
         check_memory(kernel.address_space(), room_of(plan.geometry, None).bytes)
         return Found(Step.COLD)
     place = plan.folder if os.path.lexists(plan.folder) else plan.folder.parent
-    if not os.path.isdir(place):
-        raise KVHearthError(
-            Reason.ARENA_UNUSABLE, f"arena_dir: {place} is no directory; create it or mount it"
-        )
     try:
+        if not os.path.isdir(place) and os.access(place.parent, os.X_OK):
+            raise KVHearthError(
+                Reason.ARENA_UNUSABLE, f"arena_dir: {place} is no directory; create it or mount it"
+            )
         message = foreign(place) if place is plan.folder else _unmakeable(place)
         filesystem = filesystem_kind(place)
     except OSError as error:

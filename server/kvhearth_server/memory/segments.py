@@ -171,10 +171,12 @@ def check_memory(limits: Iterable[MemoryLimit], needed_bytes: int, message: str 
 
 
 def _no_memory(needed_bytes: int, least: MemoryLimit, message: str) -> KVHearthError:
+    others = least.bytes - least.free_bytes if needed_bytes <= least.bytes else 0
+    what = f", of which others have {others // MIB}MiB; free those, " if others else "; "
     return KVHearthError(
         Reason.MEMORY_UNAVAILABLE,
         f"{format_size(needed_bytes)} of memory are asked for, {least.free_bytes // MIB}MiB "
-        f"are available by {least.name}; ask for less or raise that limit{message}",
+        f"are available by {least.name}{what}ask for less or raise that limit{message}",
         needed_bytes=str(needed_bytes),
         available_bytes=str(least.free_bytes),
     )
