@@ -22,8 +22,8 @@ from kvhearth_lab.harness.engine import Engine, contract_of, engine_of
 from kvhearth_server.config.model import Settings
 from kvhearth_server.config.rlimit import HTTP_MAX
 from kvhearth_server.preflight import read_token
+from kvhearth_server.transport.web.bounds import BODY_BYTES_MAX
 from kvhearth_server.transport.web.page import VIEWERS_MAX
-from kvhearth_server.transport.web.routes import BODY_BYTES_MAX
 
 PAGE_BYTES_MAX = 80 << 10
 UNKNOWN = "a" * 64
@@ -271,12 +271,51 @@ def test_bad_bodies(daemon: Daemon) -> None:
     assert daemon.counters()["refusals{bad_message}"] == before + len(BAD_BODIES)
 
 
+SCORE = "/v1/prefixes:score"
+COSTLY = {
+    "objects": b'{"namespace":"%b","keys":[%b]}' % (b"0" * 64, b",".join([b"{}"] * 330_000)),
+    "lists": b"[" + b",".join([b"[]"] * 300_000) + b"]",
+    "depth": b"[" * 900_000,
+    "numbers": b"[" + b"1," * 500_000 + b"1]",
+    "fields": b"{" + b",".join(b'"%d":1' % i for i in range(30_000)) + b"}",
+    "wrong keys": b'{"namespace":"%b","keys":[%b]}' % (b"0" * 64, b",".join([b"1"] * 30_000)),
+    "wrong groups": b'{"namespace":"%b","keys":{%b}}'
+    % (b"0" * 64, b",".join(b'"%d":1' % i for i in range(30_000))),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_is_wrong_with_a_body_is_told_once(daemon: Daemon, name: str) -> None:
+    answer = ask(daemon, SCORE, "POST", COSTLY[name], admin=True)
+    reported = problem(answer, 400, "bad_message")
+    assert len(reported) < 500
+    assert reported.count(";") < 2, "one error, however many are wrong"
+
+
+def test_a_body_of_nobody_is_not_read(daemon: Daemon) -> None:
+    """The refusal comes while the body is still to come, and also to who sends all of it first."""
+    for path in (SCORE, f"/v1/namespaces/{UNKNOWN}:evict", "/v1/admin:drain"):
+        with opened(daemon) as line:
+            line.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\n" % path.encode())
+            line.sendall(b"Content-Length: 900000\r\n\r\n[")
+            assert line.recv(4096).startswith(b"HTTP/1.1 403")
+        problem(ask(daemon, path, "POST", COSTLY["depth"]), 403, "not_admin")
+        closing = {"Connection": "close"}
+        problem(ask(daemon, path, "POST", COSTLY["depth"], **closing), 403, "not_admin")
+
+
+def authorized(daemon: Daemon, path: bytes) -> bytes:
+    """Return the beginning of an operator's POST."""
+    token = (daemon.socket_dir / "admin.token").read_bytes()
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head % path + b"Authorization: Bearer %b\r\n" % token
+
+
 def test_a_body_has_a_bound(daemon: Daemon) -> None:
     answer = ask(daemon, "/v1/admin:drain", "POST", b"x" * TOO_LONG, admin=True)
     assert str(BODY_BYTES_MAX) in problem(answer, 413, "bad_message")
     with opened(daemon) as line:
-        line.sendall(b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\n")
-        line.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
+        line.sendall(authorized(daemon, b"/v1/admin:drain") + CHUNKS)
         for _ in range(BODY_BYTES_MAX // 0x4000 + 1):
             line.sendall(b"4000\r\n" + b"x" * 0x4000 + b"\r\n")
         assert line.recv(4096).startswith(b"HTTP/1.1 413")
@@ -310,8 +349,26 @@ def test_a_refused_head_is_no_failure(daemon: Daemon) -> None:
         with opened(daemon) as line:
             line.sendall(b"HEAD /livez HTTP/1.1\r\n" + rest)
             answer = line.recv(1000)
-            assert answer.startswith(b"HTTP/1.1 4") or not answer
+            assert answer.startswith(b"HTTP/1.1 ") or not answer
     assert "Traceback" not in daemon.log_text()
+
+
+@pytest.mark.parametrize("host", [b"localhost", b"elsewhere"])
+def test_a_chunk_that_is_none_is_no_failure(daemon: Daemon, host: bytes) -> None:
+    """Its request is refused beside it; each wrote a traceback of 40 lines."""
+    refusals = lambda: daemon.counters().get("refusals{internal}", 0)  # noqa: E731
+    before, log = refusals(), len(daemon.log_text())
+    request = b"POST /v1/admin:drain HTTP/1.1\r\nHost: %b\r\n" % host
+    for chunk in (b"0;" + b"x" * 20_000, b"ffffffffff\r\n", b"5\r\nhello\r\n0\r\n\r\n["):
+        for _ in range(20):
+            with opened(daemon) as line:
+                line.sendall(request + CHUNKS + chunk)
+                line.recv(4096)
+    until(lambda: "http.bad_bytes" in daemon.log_text(), "it is told")
+    assert refusals() == before
+    told = daemon.log_text()[log:]
+    assert "Traceback" not in told
+    assert told.count("\n") < 20
 
 
 def test_good_requests_before_a_bad_one_are_answered(daemon: Daemon, neighbour: Engine) -> None:
@@ -327,7 +384,6 @@ SIZED, CHUNKS = b"Content-Length: 18\r\n\r\n", b"Transfer-Encoding: chunked\r\n\
 
 def test_half_a_body_does_nothing(daemon: Daemon) -> None:
     """Without its body the action would evict everything that is not held."""
-    token = (daemon.socket_dir / "admin.token").read_bytes()
     with engine_of(daemon.url(), contract_of(PAGE_BYTES, model="halved"), "halved") as engine:
         keys = new_keys(4)
         assert engine.store(keys).bound == keys
@@ -337,9 +393,7 @@ def test_half_a_body_does_nothing(daemon: Daemon) -> None:
         for sent in (SIZED, SIZED + b'{"keep_bytes"', CHUNKS, CHUNKS + b"zz\r\n"):
             before = daemon.counters().get("refusals{bad_message}", 0)
             with opened(daemon) as line:
-                line.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\n" % path.encode())
-                line.sendall(b"Content-Type: application/json\r\n")
-                line.sendall(b"Authorization: Bearer %b\r\n" % token + sent)
+                line.sendall(authorized(daemon, path.encode()) + sent)
                 line.shutdown(socket.SHUT_WR)
             told = lambda n=before: daemon.counters().get("refusals{bad_message}", 0) == n + 1  # noqa: E731
             until(told, "it is counted")
@@ -353,7 +407,9 @@ def test_half_a_body_does_nothing(daemon: Daemon) -> None:
 def test_a_new_connection_takes_the_place_of_an_idle_one(daemon: Daemon, neighbour: Engine) -> None:
     before = daemon.descriptor_count()
     with contextlib.ExitStack() as stack:
-        for sent in (b"", b"GET /metr", GET % b"/livez"):
+        body = authorized(daemon, SCORE.encode()) + b"Content-Length: 1000\r\n\r\n["
+        refused = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n["
+        for sent in (b"", b"GET /metr", GET % b"/livez", body, refused):
             for _ in range(HTTP_MAX):
                 line = stack.enter_context(opened(daemon))
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -372,11 +428,10 @@ def test_scrapes_share_a_rendering() -> None:
         assert len({ask(daemon, "/metrics").body for _ in range(3)}) == 1
 
 
-CHUNKED = b"POST /v1/admin:drain HTTP/1.1\r\nHost: localhost\r\n" + CHUNKS
 SLOW = {
     "a head": (b"GET /livez HTTP/1.1\r\n", b"A: b\r\n"),
     "a second head": (GET % b"/livez" + b"GET", b"A"),
-    "a body": (CHUNKED, b"1\r\nx\r\n"),
+    "a body": (CHUNKS, b"1\r\nx\r\n"),
     "nothing": (b"", b""),
     "nothing more": (GET % b"/livez", b""),
 }
@@ -388,7 +443,8 @@ def test_slow_senders_are_ended(daemon: Daemon) -> None:
     with contextlib.ExitStack() as stack:
         lines = {name: stack.enter_context(opened(daemon)) for name in SLOW}
         for name, line in lines.items():
-            line.sendall(SLOW[name][0])
+            head = authorized(daemon, b"/v1/admin:drain") if name == "a body" else b""
+            line.sendall(head + SLOW[name][0])
             line.settimeout(0.2)
 
         def ended() -> bool:

@@ -95,13 +95,21 @@ class FrameDecoder:
 
     def _parse(self, body: bytes) -> dict[str, Any]:
         if self._parts_max is not None:
-            parts = sum(map(body.count, (b",", b"{", b"[")))
-            if parts > self._parts_max:
-                raise KVHearthError(
-                    Reason.BAD_MESSAGE,
-                    f"frame with {parts} commas and brackets, at most {self._parts_max}",
-                )
+            check_json_parts(body, self._parts_max)
         return _parse(body)
+
+
+def check_json_parts(body: bytes | bytearray, parts_max: int) -> None:
+    """Refuse JSON that would take long to parse, by its commas and opening brackets.
+
+    Raises:
+        KVHearthError: ``bad_message``.
+    """
+    parts = sum(map(body.count, (b",", b"{", b"[")))
+    if parts > parts_max:
+        raise KVHearthError(
+            Reason.BAD_MESSAGE, f"{parts} commas and brackets in one message, at most {parts_max}"
+        )
 
 
 def _parse(body: bytes) -> dict[str, Any]:

@@ -84,7 +84,9 @@ def install(app: FastAPI, engine: Engine) -> None:
             missing = f"there is nothing at {plain_text(request.url.path, 200)}; see /docs"
             return problem_of(KVHearthError(Reason.NO_SUCH_PATH, missing))
         where = plain_text(f"{request.method} {request.url.path}", 200)
-        refusal = KVHearthError(Reason.BAD_MESSAGE, f"{where}: {str(error.detail).lower()}")
+        late = error.status_code == HTTPStatus.REQUEST_TIMEOUT
+        reason = Reason.DEADLINE if late else Reason.BAD_MESSAGE
+        refusal = KVHearthError(reason, f"{where}: {str(error.detail).lower()}")
         return refuse(refusal, status=error.status_code, headers=dict(error.headers or {}))
 
     async def bug(_: Request, error: Exception) -> JSONResponse:

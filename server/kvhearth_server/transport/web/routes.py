@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import traceback
 from asyncio import all_tasks
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Path, Query, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel, Field
-from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi.security import HTTPAuthorizationCredentials
+from pydantic import BeforeValidator, Field
 
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth_server.config.load import Settings
-from kvhearth_server.config.value_types import is_loopback
 from kvhearth_server.engine import operations
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.snapshot import Snapshot, Stats, take_snapshot
 from kvhearth_server.observability.exposition import SCRAPE_TYPE, Renderings
 from kvhearth_server.tiers.figures import RemoteFigures
 from kvhearth_server.transport import reports
+from kvhearth_server.transport.messages import GROUPS_PER_CALL_MAX
 from kvhearth_server.transport.operators import (
     LABEL_BYTES_MAX,
     Operators,
@@ -37,86 +34,13 @@ from kvhearth_server.transport.operators import (
     refused,
 )
 from kvhearth_server.transport.web import problems
+from kvhearth_server.transport.web.bounds import BEARER, Asked, BoundedRoute, Bounds
 from kvhearth_server.transport.web.page import Advice, Guide, Stream, pages
-from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem, refusal
+from kvhearth_server.transport.web.problems import CONTENT_TYPE, Problem
 from kvhearth_server.transport.web.server import LOCAL
 
 _JSON = {"content-type": "application/json"}
-BODY_BYTES_MAX = 1 << 20
-"""Enough for 8192 keys of 32 bytes, and for any contract."""
-BODY_S = 10.0
-
-
-class Bounds:
-    """Refuses bodies that are too long or too slow and, at a loopback address, requests for another
-    host.
-
-    A page in a local browser must not read from the daemon by pointing its own name at our address
-    (DNS rebinding).
-    """
-
-    def __init__(self, app: ASGIApp, engine: Engine, *, any_host: bool) -> None:
-        self._app = app
-        self._engine = engine
-        self._any_host = any_host
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request as an ASGI application around another one."""
-        if scope["type"] != "http":
-            return
-        body = await self._body(scope, receive)
-        if isinstance(body, Response):
-            await body(scope, receive, send)
-            return
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        if scope["method"] == "HEAD":  # uvicorn leaves the body out, as it knows the method
-            scope = {**scope, "method": "GET"}
-        await self._app(scope, replay, send)
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | Response:
-        """Return the whole body, or a refusal."""
-        host, body = Headers(scope=scope).get("host", ""), bytearray()
-        if not (self._any_host or LOCAL in scope or is_loopback(_bare(host))):
-            return self._refusal(
-                421, Reason.BAD_MESSAGE, f"host {host!r} is not this daemon's name"
-            )
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in Request(scope, receive).stream():
-                    body += part
-                    if len(body) > BODY_BYTES_MAX:
-                        message = f"the body has more than {BODY_BYTES_MAX} bytes"
-                        return self._refusal(413, Reason.BAD_MESSAGE, message)
-        except TimeoutError:
-            message = f"the body was not here within {BODY_S:.0f} s"
-            return self._refusal(408, Reason.DEADLINE, message)
-        except ClientDisconnect:  # not carried out, since what it asks for is unknown
-            return self._refusal(400, Reason.BAD_MESSAGE, "the body stops halfway")
-        return bytes(body)
-
-    def _refusal(self, status: int, reason: Reason, message: str) -> Response:
-        error, close = KVHearthError(reason, message), {"connection": "close"}
-        return refusal(self._engine, error, status=status, headers=close)
-
-
-def _bare(host: str) -> str:
-    """Return a Host header without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
-
-
-_BEARER = HTTPBearer(
-    auto_error=False,
-    description="The content of admin.token, or the token of an identity of tokens_file whose role "
-    "is operator; for lists, and for sums where the address is guarded, also the content of the "
-    "setting read_token_file.",
-)
-Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]
 Digest = Annotated[
     str, Path(description="Digest of the namespace, 64 hex digits.", pattern="^[0-9a-f]{64}$")
 ]
@@ -164,7 +88,7 @@ class Tokens:
     async def sums(self, request: Request) -> None:
         """Admit everyone; where the address is guarded, as ``reader``."""
         if self._operators.guarded:
-            await self.reader(request, await _BEARER(request))
+            await self.reader(request, await BEARER(request))
 
     def _admit(self, request: Request, given: Credentials, least: Right, ask: str) -> None:
         if LOCAL in request.scope:
@@ -182,7 +106,7 @@ def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": "Refused.", "content": content} for status in statuses}
 
 
-class EvictRequest(BaseModel, extra="forbid"):
+class EvictRequest(Asked):
     """Size to keep, and where to evict."""
 
     keep_bytes: int = Field(0, ge=0, le=2**63 - 1, description="Keep this many bytes at most.")
@@ -192,23 +116,33 @@ class EvictRequest(BaseModel, extra="forbid"):
     )
 
 
-class ExplainRequest(BaseModel, extra="forbid"):
+class ExplainRequest(Asked):
     """A contract, as ``/v1/namespaces`` has it."""
 
     contract: dict[str, Any]
     tenant: str = Field("", description="Default: the first one.")
 
 
-class ScoreRequest(BaseModel, extra="forbid"):
+def _texts(found: Any) -> Any:
+    """Refuse wrong keys at once: each would be told."""
+    groups = list(found.values()) if isinstance(found, dict) else [found]
+    if len(groups) > GROUPS_PER_CALL_MAX:
+        raise ValueError(f"{len(groups)} groups, at most {GROUPS_PER_CALL_MAX}")
+    if not all(isinstance(keys, list) and set(map(type, keys)) <= {str} for keys in groups):
+        raise ValueError("the keys of a group are a list of texts of hex digits")
+    return found
+
+
+class ScoreRequest(Asked):
     """The keys of a prompt's blocks."""
 
     namespace: str = Field(description="Its digest, 64 hex digits.", pattern="^[0-9a-f]{64}$")
-    keys: list[str] | dict[int, list[str]] = Field(
+    keys: Annotated[list[str] | dict[int, list[str]], BeforeValidator(_texts)] = Field(
         description="Keys as hex digits, root first: those of group 0, or of each group."
     )
 
 
-class BumpRequest(BaseModel, extra="forbid"):
+class BumpRequest(Asked):
     """The weights epoch that is expected, and the name of the new weights."""
 
     expected_epoch: int | None = Field(
@@ -222,7 +156,7 @@ class BumpRequest(BaseModel, extra="forbid"):
     )
 
 
-class UnpinRequest(BaseModel, extra="forbid"):
+class UnpinRequest(Asked):
     """Which pins end; without both, all."""
 
     namespace: str | None = Field(
@@ -250,6 +184,16 @@ def all_stacks() -> str:
     return "\n".join(parts)
 
 
+def _for_those(admitted: Callable[..., Any], *tags: str) -> APIRouter:
+    """Return a router of routes that need a token."""
+    return APIRouter(
+        tags=[*tags],
+        dependencies=[Depends(admitted)],
+        responses=problem_responses(403),
+        route_class=BoundedRoute,
+    )
+
+
 def state_routes(
     engine: Engine, renderings: Renderings, tokens: Tokens, stream: Stream, guide: Guide
 ) -> APIRouter:
@@ -257,7 +201,7 @@ def state_routes(
     name tenants' models, engines and processes, for who has a token.
     """
     router = APIRouter(prefix="/v1", tags=["state"])
-    lists = APIRouter(dependencies=[Depends(tokens.reader)], responses=problem_responses(403))
+    lists = _for_those(tokens.reader)
 
     @router.get("/stats", dependencies=[Depends(tokens.sums)], response_model=Stats)
     async def stats(request: Request) -> Response:
@@ -321,9 +265,7 @@ def state_routes(
 
 def admin_routes(engine: Engine, settings: Settings, tokens: Tokens) -> APIRouter:
     """Build the routes that need the admin token: actions, settings, debugging."""
-    router = APIRouter(
-        tags=["admin"], dependencies=[Depends(tokens.admin)], responses=problem_responses(403)
-    )
+    router = _for_those(tokens.admin, "admin")
     boot_id = engine.boot_id
 
     @router.get("/v1/config")

@@ -8,9 +8,11 @@ import ssl
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -68,14 +70,46 @@ def _text(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+class _Connection(H11Protocol):
+    """uvicorn's connection, whose request has no answer any more once bytes follow that are no
+    HTTP.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.began = time.monotonic()
+        super().connection_made(transport)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP, unless another answer has begun; then end."""
+        _troubles.warning("http.bad_bytes", kind="bytes", error=msg)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        waits = self.cycle is None or self.cycle.response_complete
+        return bool(waits and not self.transport.is_closing())
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the next bytes are its peer's: of a request's head or its body."""
+        return self.idle or bool(self.cycle.more_body and not self.transport.is_closing())
+
+
 class Listener:
     """Accepts connections from a listening socket, and has uvicorn answer their requests.
 
     uvicorn bounds neither how many are open nor how long one waits for its peer.
 
     Args:
-        connections_max: connections that may be open; the next one ends an idle one, or else is
-            closed.
+        connections_max: connections that may be open; the next one ends that which has been open
+            longest of those that wait for their peer, or else is closed.
         crowded: called when that happens.
         tls: returns the context of the next connection; None for plain HTTP.
     """
@@ -116,14 +150,15 @@ class Listener:
         loop, state, context = asyncio.get_running_loop(), self._uvicorn.server_state, self._tls()
         if len(state.connections) + len(self._making) >= self._connections_max:
             self._crowded()
-            idle = next(filter(_is_idle, state.connections), None)
-            if idle is None:
+            waiting = filter(attrgetter("waiting"), state.connections)
+            oldest = min(waiting, key=attrgetter("began"), default=None)
+            if oldest is None:
                 connection.close()
                 return
-            idle.transport.abort()
+            oldest.transport.abort()
             await asyncio.sleep(0)  # its descriptor is free
         making = loop.connect_accepted_socket(
-            partial(H11Protocol, self._config, state, {}),
+            partial(_Connection, self._config, state, {}),
             connection,
             ssl=context,
             ssl_handshake_timeout=None if context is None else _HANDSHAKE_S,
@@ -145,7 +180,7 @@ class Listener:
         now, before, self._stuck = time.monotonic(), self._stuck, {}
         connections: set[Any] = self._uvicorn.server_state.connections
         for each in connections:
-            if _is_idle(each) or each.flow.write_paused:
+            if each.idle or each.flow.write_paused:
                 place = each, each.cycle, each.transport.get_write_buffer_size()
                 since = self._stuck[place] = before.get(place, now)
                 if now - since > STUCK_S:
@@ -157,13 +192,6 @@ class Listener:
             task.cancel()
         self._uvicorn.servers = []
         await self._uvicorn.shutdown()
-
-
-def _is_idle(connection: Any) -> bool:
-    """Whether a connection has no request under way."""
-    cycle = connection.cycle
-    waits = cycle is None or cycle.response_complete
-    return bool(waits and not connection.transport.is_closing())
 
 
 def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
