@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import signal
 import socket
 import ssl
@@ -26,6 +27,7 @@ from support.remote_raw import (
 )
 
 from kvhearth.errors import KVHearthError
+from kvhearth.wire import frames
 from kvhearth.wire.remote import DataFrame, DataKind, Outcome
 from kvhearth_server.gateway.tokens import Bounds, Identity, Role, add_token
 
@@ -182,6 +184,37 @@ def test_an_identity_has_bounds(guarded: Guarded) -> None:
         return True
 
     until(back, "the connections are counted out")
+
+
+def test_bodies_that_drip_in_hold_nobody_up(guarded: Guarded) -> None:
+    """Each had a place, of which all identities together had 32."""
+    slow, good = guarded.session("a"), guarded.session("b")
+    header = frames.HEADER.pack(256 << 10, frames.METHODS["Commit"], 1)
+    lines = [
+        slow.calls,
+        *(slow.open_calls(slow.welcome.token) for _ in range(slow.terms.calls_connections - 1)),
+    ]
+    for line in lines:
+        line.sendall(header + bytes(10))
+    assert len(good.look_up(keys_of(8000))[1]) == 0, "a call of 250 KiB is answered"
+    assert select.select([lines[-1]], [], [], 0)[0] == [], "meanwhile: none has been ended"
+    slow.bye()
+    good.bye()
+
+
+def test_parts_are_counted_before_a_body_is_parsed(guarded: Guarded) -> None:
+    session = guarded.session("a")
+    for name in ("Commit", "Release", "Lookup"):
+        calls = session.open_calls(session.welcome.token)
+        body = b"\x12\x00" * (64 << 10)
+        calls.sendall(frames.HEADER.pack(len(body), frames.METHODS[name], 7) + body)
+        _, status = session.reply(calls)
+        refusal = frames.decode_status(status)
+        assert str(refusal.reason) == "bad_group"
+        assert "more than 64 groups" in refusal.message
+        assert said(calls) == b"", "the connection ends"
+    session.store(keys_of(1))
+    session.bye()
 
 
 def test_a_token_is_added_and_taken_away_while_connections_live(guarded: Guarded) -> None:

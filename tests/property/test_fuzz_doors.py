@@ -334,14 +334,14 @@ def largest(keys: int, shards: int, key_bytes: int) -> dict[str, Any]:
 def test_the_largest_request_of_each_call_is_within_its_bound(
     keys: int, shards: int, key_bytes: int
 ) -> None:
-    bounds = body_bounds(key_bytes, shards, keys, keys, 1 << 30)
+    bounds = body_bounds(key_bytes, shards, keys, 1 << 30)
     requests = largest(keys, shards, key_bytes)
     assert {name for name, _ in bounds.values()} == set(NAMES.values()) == set(requests)
     for name, most in bounds.values():
         data = requests[name].SerializeToString()
         assert len(data) <= most, name
         check_parts(data)
-    assert body_bounds(key_bytes, shards, keys, keys, 4096)[1][1] == 4096
+    assert body_bounds(key_bytes, shards, keys, 4096)[1][1] == 4096
     empty = b"\x0a\x00" * SMALL_BODY_BYTES
     with pytest.raises(TooManyParts):
         check_parts(empty)

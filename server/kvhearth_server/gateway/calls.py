@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,10 +14,18 @@ from kvhearth.errors import KVHearthError, Reason
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
 from kvhearth.wire.remote import TOKEN_BYTES_MAX, Purpose
+from kvhearth_server.engine.supervisor import give_back_memory
 from kvhearth_server.gateway.counters import ReportedCounters
 from kvhearth_server.gateway.sessions import RemoteSession
-from kvhearth_server.gateway.streams import FRAME_S, Stream
-from kvhearth_server.transport.messages import body_bounds
+from kvhearth_server.gateway.streams import FRAME_S, Ended, Stream
+from kvhearth_server.transport.kept import Kept
+from kvhearth_server.transport.messages import (
+    IDS_PER_CALL_MAX,
+    SMALL_BODY_BYTES,
+    TooManyParts,
+    body_bounds,
+    check_parts,
+)
 
 COMMIT_WAIT_S = 2.0
 """Longest wait of a commit for a put into its slots."""
@@ -26,10 +33,14 @@ BREAK_S = 2.0
 """Time for a put to end once its connection is shut."""
 REPLY_S = 30.0
 """Longest wait for the daemon's reply; clients give up earlier."""
-LARGE_BYTES = 64 << 10
-"""Frames from this size on are bound in number."""
-_large = threading.BoundedSemaphore(32)
-"""Bounds the memory of large frames that are held at once."""
+KEPT_BYTES_MAX = 64 << 20
+"""Calls of all connections together that are larger than one piece, whole or not, until they are
+answered.
+"""
+_PIECE_BYTES = 64 << 10
+"""Bytes of a body that are received, and get memory, at once."""
+
+_kept = Kept["CallsConnection"](KEPT_BYTES_MAX, give_back_memory)
 
 _Answer = tuple[int, bytes]
 """Kind and body of the daemon's answer."""
@@ -43,6 +54,9 @@ class CallsConnection:
         stream: the connection, opened with its token.
         session: its session.
 
+    Attributes:
+        owner: the identity's name.
+        kept_bytes: those of a large call, as far as it has come.
     """
 
     purpose = Purpose.CALLS
@@ -53,12 +67,13 @@ class CallsConnection:
         self._grants = session.grants
         self._limits = session.limits
         self._counters = counters
+        self.owner = session.identity.name
+        self.kept_bytes = 0
+        self._closing = False
         welcome, contract = session.welcome, session.contract
         shards = max(group.shards for group in contract.groups)
-        most = welcome.message_bytes_max
-        # Slots that a release reports are bounded by the daemon, whose bound is not in the welcome.
         self._bounds: Mapping[int, tuple[str, int]] = body_bounds(
-            contract.hash_bytes, shards, welcome.keys_max, most, most
+            contract.hash_bytes, shards, welcome.keys_max, welcome.message_bytes_max
         )
         self._handlers: Mapping[str, Callable[[bytes, _Relay], _Answer]] = {
             "Heartbeat": self._heartbeat,
@@ -116,22 +131,46 @@ class CallsConnection:
         if not name:
             raise KVHearthError(Reason.PROTOCOL_VERSION, f"no call has the number {kind}")
         frames.check_size(size, most)
-        large = size >= LARGE_BYTES
-        if large and not _large.acquire(timeout=FRAME_S):
-            raise KVHearthError(Reason.DEADLINE, "too many large calls at once; try again")
         try:
-            body = bytes(self._stream.read(size, end))
+            body = self._body(size, end)
             answer = self._answer(name, body, partial(_exchange, upstream, kind, number), number)
             self._stream.send(answer, time.monotonic() + FRAME_S)
+        except OSError:
+            if self._closing:
+                why = f"large calls of all peers take {KEPT_BYTES_MAX >> 20} MiB, most of it yours"
+                raise KVHearthError(Reason.HELD_CAP, why) from None
+            raise
         finally:
-            if large:
-                _large.release()
+            self._keep(0)
+        if self._closing:
+            raise Ended("too many parts")
+
+    def _body(self, size: int, end: float) -> bytes:
+        """Return the body of a call; memory is taken for what has come."""
+        body = bytearray()
+        while len(body) < size:
+            body += self._stream.read(min(size - len(body), _PIECE_BYTES), end)
+            if size > _PIECE_BYTES:
+                self._keep(len(body))
+        return bytes(body)
+
+    def _keep(self, count: int) -> None:
+        if count != self.kept_bytes:
+            self.kept_bytes = count
+            _kept.note(self)
+
+    def end_for_memory(self) -> None:
+        """End the connection: all of them keep too much."""
+        self._closing, self.kept_bytes = True, 0
+        self._stream.end()
 
     def _answer(self, name: str, body: bytes, relay: _Relay, number: int) -> list[bytes]:
         """Return the parts of the frame that answers a call."""
         self._counters.add("gateway_requests", "call")
         try:
             self._limits.call()
+            if len(body) > SMALL_BODY_BYTES:
+                check_parts(body)
             handler = self._handlers.get(name)
             kind, reply = handler(body, relay) if handler is not None else relay(body)
             return [frames.HEADER.pack(len(reply), kind, number), reply]
@@ -139,6 +178,7 @@ class CallsConnection:
             error = KVHearthError(Reason.BAD_MESSAGE, f"the body of {name} cannot be parsed")
         except KVHearthError as refusal:
             error = refusal
+            self._closing |= isinstance(refusal, TooManyParts)
         self._counters.add("gateway_refusals", str(error.reason))
         return [self.refusal(error, number)]
 
@@ -195,6 +235,8 @@ class CallsConnection:
 
     def _abort(self, body: bytes, relay: _Relay) -> _Answer:
         request = pb.AbortRequest.FromString(body)
+        if len(request.reservation_ids) > IDS_PER_CALL_MAX:
+            return relay(body)  # the daemon refuses it
         slots = [slot for group in request.groups for slot in _slots(group.slots)]
         if not self._grants.retire(
             slots,
@@ -211,7 +253,9 @@ class CallsConnection:
         return relay(body)
 
     def _release(self, body: bytes, relay: _Relay) -> _Answer:
-        self._grants.release(pb.ReleaseRequest.FromString(body).lease_ids)
+        ids = pb.ReleaseRequest.FromString(body).lease_ids
+        if len(ids) <= IDS_PER_CALL_MAX:  # the daemon refuses more
+            self._grants.release(ids)
         return relay(body)
 
 

@@ -125,7 +125,6 @@ class Dispatcher:
             contract.hash_bytes,
             max(spec.shards for spec in contract.groups),
             session.keys_max,
-            engine.limits.keys_max,
             engine.shell.message_bytes_max,
         )
 
@@ -396,7 +395,7 @@ class Dispatcher:
         finally:
             # Many releases travel together: one lease that has already ended must not lose
             # another's report of wrong bytes, nor a bad report keep the leases.
-            items = slots_items(request.bad, engine.limits.keys_max)
+            items = slots_items(request.bad, caller.keys_max)
             await self._verify(engine.core.reading.suspects(caller.session, items))
         return cache_pb2.ReleaseResponse(boot_id=engine.boot_id)
 

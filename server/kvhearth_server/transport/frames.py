@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import Counter
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,11 +28,11 @@ from kvhearth_server.observability.logs import LimitedLog, get_logger
 from kvhearth_server.ownership import listening
 from kvhearth_server.transport.accepting import accept_forever
 from kvhearth_server.transport.dispatch import Dispatcher, failure
+from kvhearth_server.transport.kept import Kept
 from kvhearth_server.transport.messages import TooManyParts
 
 KEPT_BYTES_MAX = 24 << 20
 """Unfinished frames and unread replies of all connections together."""
-_GIVE_BACK_BYTES = 8 << 20
 _GIVE_BACK_S = 0.2
 _UNOPENED_MAX = 64
 _BACKLOG = 128
@@ -52,47 +51,8 @@ def _cannot_accept(error: OSError) -> float:
     return _ACCEPT_PAUSE_S
 
 
-class Kept:
-    """Bytes that connections keep for their peers, by session: one budget for all of them.
-
-    When it is spent, the session that keeps the most loses the connection that keeps the most. Once
-    most of a large amount is free again, the memory is given back.
-    """
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._most_bytes = 0
-        self._bytes: dict[_Connection, int] = {}
-        self.total_bytes = 0
-
-    def note(self, connection: _Connection) -> None:
-        """Record how many bytes a connection keeps now."""
-        self._record(connection)
-        if self.total_bytes > self._bytes_max:
-            for each in list(self._bytes):  # nobody tells when a peer reads what waits for it
-                self._record(each)
-        while self.total_bytes > self._bytes_max:
-            largest = self._largest()
-            largest.close_for(Closed.MEMORY)
-            self._record(largest)
-        self._most_bytes = max(self._most_bytes, self.total_bytes)
-        if self.total_bytes <= self._most_bytes // 8 and self._most_bytes >= _GIVE_BACK_BYTES:
-            self._most_bytes = 0
-            asyncio.get_running_loop().call_later(_GIVE_BACK_S, give_back_memory)
-
-    def _record(self, connection: _Connection) -> None:
-        count = connection.kept_bytes
-        self.total_bytes += count - self._bytes.pop(connection, 0)
-        if count:
-            self._bytes[connection] = count
-
-    def _largest(self) -> _Connection:
-        by_session: Counter[int] = Counter()
-        for connection, count in self._bytes.items():
-            by_session[connection.session_number] += count
-        owner = max(by_session, key=by_session.__getitem__)
-        its = [each for each in self._bytes if each.session_number == owner]
-        return max(its, key=self._bytes.__getitem__)
+def _give_back_later() -> None:
+    asyncio.get_running_loop().call_later(_GIVE_BACK_S, give_back_memory)
 
 
 class CallsServer:
@@ -114,7 +74,7 @@ class CallsServer:
         self._listener: socket.socket | None = None
         self._connections: set[_Connection] = set()
         self._unopened: dict[_Connection, None] = {}
-        self.kept = Kept(KEPT_BYTES_MAX)
+        self.kept = Kept[_Connection](KEPT_BYTES_MAX, _give_back_later)
         self.inbox = memoryview(bytearray(_READ_BYTES))
         """Read buffer of all connections; each takes its bytes out before the next one reads."""
 
@@ -239,7 +199,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._work()
 
     @property
-    def session_number(self) -> int:
+    def owner(self) -> int:
         """Number of its session; 0 before it is opened."""
         return 0 if self._session is None else self._session.number
 
@@ -294,6 +254,10 @@ class _Connection(asyncio.BufferedProtocol):
         if not self.closing:
             self._engine.counters.add("calls_closed", 1, why)
         self.abort()
+
+    def end_for_memory(self) -> None:
+        """End now: all connections keep too much."""
+        self.close_for(Closed.MEMORY)
 
     def _flush_in_time(self) -> None:
         """Abort the connection if the peer does not read its replies in time; they must not be kept

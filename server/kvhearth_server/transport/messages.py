@@ -45,15 +45,14 @@ class TooManyParts(KVHearthError):
 
 @lru_cache(maxsize=64)
 def body_bounds(
-    hash_bytes: int, shards: int, keys_max: int, bad_max: int, message_bytes_max: int
+    hash_bytes: int, shards: int, keys_max: int, message_bytes_max: int
 ) -> Mapping[int, tuple[str, int]]:
     """Return each call's name and the most bytes of its body, by the call's kind.
 
     Args:
         hash_bytes: length of a key.
         shards: shards of a block, of the group with the most.
-        keys_max: keys that a call may name.
-        bad_max: slots that a release may report.
+        keys_max: keys that a call may name, and slots that a release may report.
         message_bytes_max: bytes of any message.
     """
     groups, ids = GROUPS_PER_CALL_MAX * _GROUP_BYTES, IDS_PER_CALL_MAX * _ID_BYTES
@@ -65,7 +64,7 @@ def body_bounds(
         "Reserve": groups,
         "Commit": keys + parents + slots + keys_max * shards * CHECKSUM_BYTES,
         "Abort": groups + slots + ids,
-        "Release": groups + 2 * ids + bad_max * 2 * _NUMBER_BYTES,
+        "Release": groups + 2 * ids + keys_max * 2 * _NUMBER_BYTES,
         "Prefetch": keys,
         "Pin": keys,
         "Unpin": ids,
