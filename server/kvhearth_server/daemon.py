@@ -51,6 +51,7 @@ from kvhearth_server.preflight import (
     arena_plan,
     check,
     read_token,
+    socket_files,
 )
 from kvhearth_server.tier_startup import OpenTiers, follow_recovery, open_tiers, remote_limits
 from kvhearth_server.tiers.base import Tier
@@ -423,7 +424,7 @@ def _operators(settings: Settings, admin_token: str) -> Operators:
 
 
 def _claimed(settings: Settings) -> SocketDirectory:
-    """Return the sockets' directory, made, checked and locked.
+    """Return the sockets' directory, made, checked and locked, without a dead daemon's files.
 
     Raises:
         KVHearthError: ``socket_unusable``.
@@ -431,6 +432,8 @@ def _claimed(settings: Settings) -> SocketDirectory:
     directory = SocketDirectory(settings.socket_dir)
     try:
         directory.claim()
+        for path in socket_files(settings):
+            (directory / path.name).unlink(missing_ok=True)
     except OSError as error:
         raise refusal(settings.socket_dir, error) from None
     return directory

@@ -111,13 +111,12 @@ class OpenDoors:
         self._seen = dict[str, tuple[int, int] | None]()
 
     async def open(self) -> None:
-        """Open all doors, in place of a dead daemon's.
+        """Open all doors.
 
         Raises:
             KVHearthError: ``socket_unusable``.
         """
         try:
-            self.close()
             for door in self._doors:
                 await self._make(door)
         except OSError as error:

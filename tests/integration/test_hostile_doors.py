@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO
 
 import pytest
-from support.daemon import Daemon, running_daemon, stopped_daemon, until
+from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, address_of, ask, scraped
 from support.raw_door import PAGE_BYTES, RawSession, end_well, goes_on
 
@@ -117,7 +117,10 @@ def test_not_ready_while_a_door_is_shut(daemon: Daemon) -> None:
 
 
 def test_grpc_can_be_closed() -> None:
-    with running_daemon(arena=False, grpc="off", http=ANY_PORT) as daemon:
+    with stopped_daemon(arena=False, grpc="off", http=ANY_PORT) as daemon:
+        daemon.socket_dir.mkdir(mode=0o700, exist_ok=True)
+        (daemon.socket_dir / "grpc.sock").touch()  # of an earlier run, which was killed
+        daemon.start()
         assert not (daemon.socket_dir / "grpc.sock").exists()
         assert daemon.ready()["grpc"] == "off"
         with engine_of(daemon.url(), contract_of(PAGE_BYTES), "by frames") as engine:

@@ -357,7 +357,7 @@ def test_a_refused_head_is_no_failure(daemon: Daemon) -> None:
 def test_a_chunk_that_is_none_is_no_failure(daemon: Daemon, host: bytes) -> None:
     """Its request is refused beside it; each wrote a traceback of 40 lines."""
     refusals = lambda: daemon.counters().get("refusals{internal}", 0)  # noqa: E731
-    before, log = refusals(), len(daemon.log_text())
+    before = refusals()
     request = b"POST /v1/admin:drain HTTP/1.1\r\nHost: %b\r\n" % host
     for chunk in (b"0;" + b"x" * 20_000, b"ffffffffff\r\n", b"5\r\nhello\r\n0\r\n\r\n["):
         for _ in range(20):
@@ -366,9 +366,7 @@ def test_a_chunk_that_is_none_is_no_failure(daemon: Daemon, host: bytes) -> None
                 line.recv(4096)
     until(lambda: "http.bad_bytes" in daemon.log_text(), "it is told")
     assert refusals() == before
-    told = daemon.log_text()[log:]
-    assert "Traceback" not in told
-    assert told.count("\n") < 20
+    assert "Traceback" not in daemon.log_text()
 
 
 def test_good_requests_before_a_bad_one_are_answered(daemon: Daemon, neighbour: Engine) -> None:
