@@ -79,6 +79,13 @@ class _Connection(H11Protocol):
         self.began = time.monotonic()
         super().connection_made(transport)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let go of everything at once: uvicorn's timer for a peer that reset the connection would
+        keep it so long that it is excluded from collections of garbage, which are rare.
+        """
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP, unless another answer has begun; then end."""
         _troubles.warning("http.bad_bytes", kind="bytes", error=msg)
