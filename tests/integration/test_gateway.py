@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from support.remote_raw import (
 )
 
 from kvhearth.errors import KVHearthError
+from kvhearth.model import Records
 from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.wire import frames
 from kvhearth.wire.handshake import encode_frame
@@ -141,14 +143,23 @@ def test_wrong_tokens_are_refused(far: RawSession, pair: tuple[Daemon, GatewayPr
     assert "x" * 40 not in pair[1].log.read_text()
 
 
-def test_another_connection_puts_after_a_break(far: RawSession) -> None:
-    extents = far.reserve(1)
-    payload = os.urandom(PAGE_BYTES)
-    cut = far.data
-    cut.sendall(far.put_frame(extents, bytes(PAGE_BYTES))[: -PAGE_BYTES // 2])
+def begin_put(far: RawSession, extents: Records, rest: int) -> socket.socket:
+    """Send a put of three slots but for its last ``rest`` bytes; return its connection when it has
+    begun. Whether it has is asked by puts into two of these slots in turn, since one that comes
+    at the same moment has its slot instead; the first slot it certainly has.
+    """
+    begun = far.data
+    begun.sendall(far.put_frame(extents, bytes(3 * PAGE_BYTES))[:-rest])
     far.data = far.open_data(far.welcome.token)
-    until(lambda: far.put(extents, payload) != [OK], "the cut put has begun")
-    cut.close()
+    turns = itertools.cycle([extents[1:2], extents[2:]])
+    until(lambda: far.put(next(turns), bytes(PAGE_BYTES)) != [OK], "the put has begun")
+    return begun
+
+
+def test_another_connection_puts_after_a_break(far: RawSession) -> None:
+    three = far.reserve(3)
+    extents, payload = three[:1], os.urandom(PAGE_BYTES)
+    begin_put(far, three, PAGE_BYTES // 2).close()
     until(lambda: far.put(extents, payload) == [OK], "the cut put has ended")
     keys = keys_of(1)
     far.commit(keys, summed(extents, payload))
@@ -157,14 +168,11 @@ def test_another_connection_puts_after_a_break(far: RawSession) -> None:
 
 
 def test_a_commit_waits_for_no_dripping_put(far: RawSession) -> None:
-    extents = far.reserve(1)
-    payload = os.urandom(PAGE_BYTES)
-    dripping = far.data
-    dripping.sendall(far.put_frame(extents, payload)[:-100])
-    far.data = far.open_data(far.welcome.token)
-    until(lambda: far.put(extents, payload) != [OK], "the put has begun")
-    assert refusal_of(lambda: far.commit(keys_of(1), summed(extents, payload))) == "not_reserved"
-    assert far.abort(extents).freed_slots == 1, "an abort ends the put"
+    extents = far.reserve(3)
+    dripping = begin_put(far, extents, 100)
+    committed = summed(extents[:1], bytes(PAGE_BYTES))
+    assert refusal_of(lambda: far.commit(keys_of(1), committed)) == "not_reserved"
+    assert far.abort(extents).freed_slots == 3, "an abort ends the put"
     assert ended(dripping)
     dripping.close()
 
