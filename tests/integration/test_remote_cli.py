@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 from support.bad_bucket import bad_bucket
 from support.movers import SPACE, mover_desk
 
+from kvhearth_server.cli import remote
 from kvhearth_server.cli.app import run
 from kvhearth_server.cli.machine import Machine
 from kvhearth_server.config.load import load_settings
 from kvhearth_server.tier_startup import fleet_key
-from kvhearth_server.tiers.remote.helper.drivers.base import Refused
-from kvhearth_server.tiers.remote.names import LAYOUT
+from kvhearth_server.tiers.base import Done, Outcome
+from kvhearth_server.tiers.remote.helper.drivers.base import Listed, Refused
+from kvhearth_server.tiers.remote.names import LAYOUT, MARK_NAME
 from kvhearth_server.tiers.remote.url import lifecycle_rule, parse_remote
 
 obstore = pytest.importorskip("obstore")
+from kvhearth_server.tiers.remote.helper.drivers.objects import ObjectDriver  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,12 +84,37 @@ def test_purge_leaves_what_others_made(folder: Path, capsys: pytest.CaptureFixtu
     assert run(list(words)) == 2, "without --yes"
     assert blocks(folder) == 4
     assert said(capsys, *words, "--yes", "--space", "0" * 32)["removed"] == 0
-    assert (folder / "fleet-2").exists()
+    assert (folder / MARK_NAME).exists()
     assert said(capsys, *words, "--yes")["removed"] == 4
     assert blocks(folder) == 0
     assert (folder / "theirs.txt").exists()
     assert (folder / LAYOUT / "notes").exists()
-    assert not (folder / "fleet-2").exists(), "nobody's any more"
+    assert not (folder / MARK_NAME).exists(), "nobody's any more"
+
+
+@pytest.mark.parametrize("words", ["sweep --older-than 1d", "purge --yes"])
+def test_what_is_listed_is_removed_before_more_is(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bucket may have more objects than memory holds."""
+    listed, removed = list[str](), list[str]()
+
+    class Endless(ObjectDriver):
+        async def list(self, prefix: str) -> AsyncIterator[builtins.list[Listed]]:
+            for portion in range(40):
+                names = [f"{LAYOUT}/{SPACE}/{portion:016x}{row:016x}" for row in range(100)]
+                listed.extend(names)
+                yield [Listed(name, 7, 1.0) for name in names]
+                assert len(listed) - len(removed) <= 600
+
+        async def delete(self, names: Sequence[str], deadline: float) -> builtins.list[Outcome]:
+            removed.extend(name for name in names if name != MARK_NAME)
+            return [Done()] * len(names)
+
+    monkeypatch.setattr(remote, "open_driver", Endless)
+    report = said(capsys, "remote", *words.split(), "--remote", "file:///tmp")
+    assert (report["removed"], report["removed_bytes"]) == (4000, 28000)
+    assert removed == listed
 
 
 def test_a_remote_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,9 +186,9 @@ def test_a_rule_for_each_kind_of_bucket() -> None:
     assert "--bucket bucket" in rule
     text = rule.partition("--lifecycle-configuration ")[2].strip("'")
     (found,) = json.loads(text)["Rules"]
-    assert (found["Filter"], found["Expiration"]) == ({"Prefix": "a/b/2/"}, {"Days": 3})
+    assert (found["Filter"], found["Expiration"]) == ({"Prefix": "a/b/3/"}, {"Days": 3})
     assert '"age": 7' in lifecycle_rule(parse_remote("gs://bucket"))
-    assert "c/2/" in lifecycle_rule(parse_remote("az://c?account=a"))
+    assert "c/3/" in lifecycle_rule(parse_remote("az://c?account=a"))
 
 
 def test_rdma_that_this_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,6 +28,7 @@ from kvhearth_server.tiers.remote.url import RemoteUrl, parse_remote
 _KEY_BYTES = 32
 _PORTION = 500
 _DELETE_S = 30.0
+_TELL_S = 5.0
 _PROBE_AGE_S = 3600.0
 _T = TypeVar("_T")
 
@@ -39,7 +40,7 @@ Space = Annotated[str, flag("--space", _SPACE, "NAME")]
 
 @dataclass
 class Usage:
-    """Sums of one space: a namespace's KV group under one weights label."""
+    """Sums of some blocks, such as those of one space."""
 
     objects: int = 0
     bytes: int = 0
@@ -91,49 +92,70 @@ def _is_block(each: Listed, space: str) -> bool:
 async def _usage(driver: Driver) -> tuple[dict[str, Usage], int]:
     """Return the spaces, and the number of objects that no daemon made."""
     spaces, foreign = defaultdict[str, Usage](Usage), 0
-    async for portion in driver.list(""):
-        for each in portion:
-            if _is_block(each, ""):
-                spaces[each.name.split("/")[1]].add(each)
-            elif not each.name.startswith(f"{LAYOUT}/") and each.name != MARK_NAME:
-                foreign += 1
+    async for each in _listed(driver, ""):
+        if _is_block(each, ""):
+            spaces[each.name.split("/")[1]].add(each)
+        elif not each.name.startswith(f"{LAYOUT}/") and each.name != MARK_NAME:
+            foreign += 1
     return dict(sorted(spaces.items())), foreign
 
 
-async def _remove(driver: Driver, found: list[Listed]) -> tuple[int, int]:
-    """Remove objects; return how many, and their bytes.
+async def _listed(driver: Driver, prefix: str) -> AsyncIterator[Listed]:
+    """Yield what a remote lists; tell now and then how far that is."""
+    count, told_at = 0, time.monotonic()
+    async for portion in driver.list(prefix):
+        for each in portion:
+            yield each
+        count += len(portion)
+        if time.monotonic() - told_at >= _TELL_S:
+            told_at = time.monotonic()
+            note(f"{count} objects so far")
+
+
+async def _remove(driver: Driver, prefix: str, chosen: Callable[[Listed], bool]) -> Usage:
+    """Remove the blocks and probes that ``chosen`` names, while they are listed; return the sums of
+    the blocks.
 
     Raises:
         OSError: the remote refuses or does not answer.
     """
-    for start in range(0, len(found), _PORTION):
-        some = [each.name for each in found[start : start + _PORTION]]
-        outcomes = await driver.delete(some, time.monotonic() + _DELETE_S)
-        failed = [outcome for outcome in outcomes if not isinstance(outcome, Done)]
-        if failed:
-            raise OSError(f"{len(failed)} of {len(some)} blocks cannot be removed: {failed[0]}")
-    return len(found), sum(each.size for each in found)
+    removed, waiting = Usage(), list[str]()
+    async for each in _listed(driver, prefix):
+        if chosen(each):
+            waiting.append(each.name)
+            if not is_probe_name(each.name):
+                removed.add(each)
+        if len(waiting) == _PORTION:
+            await _delete(driver, waiting)
+            waiting.clear()
+    await _delete(driver, waiting)
+    return removed
 
 
-async def _sweep(driver: Driver, before_s: float, space: str) -> tuple[int, int]:
-    old, probes = list[Listed](), list[Listed]()
-    async for portion in driver.list(f"{LAYOUT}/"):
-        blocks = [each for each in portion if _is_block(each, space)]
-        if not all(each.modified_s for each in blocks):
+async def _delete(driver: Driver, names: list[str]) -> None:
+    outcomes = await driver.delete(names, time.monotonic() + _DELETE_S) if names else []
+    failed = [outcome for outcome in outcomes if not isinstance(outcome, Done)]
+    if failed:
+        raise OSError(f"{len(failed)} of {len(names)} objects cannot be removed: {failed[0]}")
+
+
+async def _sweep(driver: Driver, before_s: float, space: str) -> Usage:
+    def is_old(each: Listed) -> bool:
+        if is_probe_name(each.name):
+            return each.modified_s < time.time() - _PROBE_AGE_S
+        if not _is_block(each, space):
+            return False
+        if not each.modified_s:
             raise OSError("this remote does not tell ages; use ttl=7d in its URL instead")
-        old += [each for each in blocks if each.modified_s < before_s]
-        left = [each for each in portion if is_probe_name(each.name)]
-        probes += [each for each in left if each.modified_s < time.time() - _PROBE_AGE_S]
-    await _remove(driver, probes)
-    return await _remove(driver, old)
+        return each.modified_s < before_s
+
+    return await _remove(driver, f"{LAYOUT}/", is_old)
 
 
-async def _purge(driver: Driver, space: str) -> tuple[int, int]:
-    listed = driver.list(f"{LAYOUT}/{space}")
-    every = [each async for portion in listed for each in portion if _is_block(each, space)]
+async def _purge(driver: Driver, space: str) -> Usage:
     if not space:
-        await _remove(driver, [Listed(MARK_NAME, 0, 0.0)])
-    return await _remove(driver, every)
+        await _delete(driver, [MARK_NAME])
+    return await _remove(driver, f"{LAYOUT}/{space}", lambda each: _is_block(each, space))
 
 
 def usage(remote: Url = None, config: Config = None, as_json: AsJson = False) -> None:
@@ -219,11 +241,11 @@ def _removed(
     remote: str | None,
     config: Any,
     as_json: bool,
-    work: Callable[[Driver], Coroutine[Any, Any, tuple[int, int]]],
+    work: Callable[[Driver], Coroutine[Any, Any, Usage]],
 ) -> None:
     """Do a removal at a remote and report it."""
     url = _url(remote, config)
-    count, removed = _run(url, work)
-    report = {"remote": url.place, "removed": count, "removed_bytes": removed}
-    text = f"{url.place}: removed {count} blocks, {size(removed)}"
+    removed = _run(url, work)
+    report = {"remote": url.place, "removed": removed.objects, "removed_bytes": removed.bytes}
+    text = f"{url.place}: removed {removed.objects} blocks, {size(removed.bytes)}"
     say(report, None, as_json=as_json, empty=text)
