@@ -19,6 +19,7 @@ from support.raw_door import new_keys
 from support.rootfs import OVERFLOW_UID, ROOTFS, Jail, build_root, jail
 
 from kvhearth import native
+from kvhearth_server.tiers.remote.names import MARK_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 HADOLINT = ROOT / ".venv-tools/bin/hadolint"
@@ -198,7 +199,7 @@ def test_an_image_with_remotes_serves_one() -> None:
                 if os.geteuid() == 0:
                     flags += ["--allow-uids", str(OVERFLOW_UID)]
                 jailed.start(*flags, "--remote-fleet-key-file", key, "--http", "off")
-                marked = arena / "fleet-2"
+                marked = arena / MARK_NAME
                 until(marked.exists, "the helper has probed the remote")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,6 +18,7 @@ import numpy as np
 from kvhearth_server.tiers.base import Done
 from kvhearth_server.tiers.remote.helper.__main__ import SWITCH_S, open_driver
 from kvhearth_server.tiers.remote.helper.drivers.base import Driver
+from kvhearth_server.tiers.remote.names import LAYOUT
 from kvhearth_server.tiers.remote.url import parse_remote
 
 _CALL_S = 30.0
@@ -64,7 +65,8 @@ async def serve(url: str, size: int, count: int) -> None:
     sys.setswitchinterval(SWITCH_S)
     for line in sys.stdin:
         if line.strip() == "put":
-            names = [f"2/{secrets.token_hex(16)}/{secrets.token_hex(16)}" for _ in range(count)]
+            space = f"{LAYOUT}/{secrets.token_hex(16)}"
+            names = [f"{space}/{secrets.token_hex(16)}" for _ in range(count)]
         began, cpu = time.perf_counter(), time.process_time()
         if line.strip() == "put":
             _put(driver, pool, names, views[:count])

@@ -15,7 +15,7 @@ from kvhearth_lab.bench.daemon import broken
 from kvhearth_lab.bench.remote_tier.figures import BATCH
 from kvhearth_server.tiers.base import BlockSpec
 from kvhearth_server.tiers.remote.helper.sealing import Sealer
-from kvhearth_server.tiers.remote.names import space_name
+from kvhearth_server.tiers.remote.names import object_names, space_name
 from kvhearth_server.tiers.remote.record import Head, Name, record_bytes
 
 
@@ -25,7 +25,9 @@ def sealing_part(size: int, rounds: int) -> dict[str, float]:
     """
     fleet_key, spec = secrets.token_bytes(32), BlockSpec(bytes(32), 0, 1, size)
     sealer, space = Sealer(fleet_key), space_name(fleet_key, "bench", "{}", "", 0)
-    names = [Name(space, spec, secrets.token_bytes(32)) for _ in range(BATCH)]
+    keys = [secrets.token_bytes(32) for _ in range(BATCH)]
+    objects = object_names(fleet_key, space, keys)
+    names = [Name(name, space, spec, key) for name, key in zip(objects, keys, strict=True)]
     source = np.random.default_rng(3).integers(0, 256, (BATCH, size), np.uint8)
     target = np.zeros_like(source)
     records = np.zeros((BATCH, record_bytes(spec)), np.uint8)

@@ -10,7 +10,7 @@ import hmac
 import secrets
 from collections.abc import Sequence
 
-LAYOUT = "2"
+LAYOUT = "3"
 """Version of names and records, a part of every name: records of another one are never found."""
 FLEET_KEY_BYTES_MIN = 16
 SPACE_BYTES = 16
@@ -38,7 +38,7 @@ def space_name(fleet_key: bytes, tenant: str, contract_json: str, label: str, gr
 
 
 def object_names(fleet_key: bytes, space: str, keys: Sequence[bytes]) -> list[str]:
-    """Return the names of blocks below a remote's prefix: ``2/SPACE/KEY``."""
+    """Return the names of blocks below a remote's prefix: ``3/SPACE/KEY``."""
     mac = hmac.new(fleet_key, _framed(b"kvhearth remote key", space.encode()), "sha256")
     made = []
     for key in keys:
@@ -46,6 +46,16 @@ def object_names(fleet_key: bytes, space: str, keys: Sequence[bytes]) -> list[st
         each.update(_framed(key))
         made.append(f"{LAYOUT}/{space}/{each.digest()[:_KEY_BYTES].hex()}")
     return made
+
+
+def record_key(fleet_key: bytes, name: str, salt: bytes) -> bytes:
+    """Return the key, 32 bytes, that one record is sealed under.
+
+    Args:
+        name: of its object.
+        salt: random bytes of the record's own, since a block may be sent again.
+    """
+    return _mac(fleet_key, b"kvhearth remote record", name.encode(), salt)
 
 
 def is_object_name(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Record of a block at a remote, version 2 (docs/on-disk-format.md): its layout.
+"""Record of a block at a remote, version 3 (docs/on-disk-format.md): its layout.
 
 One object a block: 48 bytes in the open, then the key of the block that this one continues, the
 shards' checksums, padding and the shards, all encrypted (``helper.sealing``). Nothing in it names
@@ -11,10 +11,10 @@ import enum
 from dataclasses import dataclass
 
 from kvhearth.model import CHECKSUM_BYTES
-from kvhearth_server.tiers.base import BlockSpec, Corrupt, Missing
+from kvhearth_server.tiers.base import BlockSpec
 
 MAGIC = 0x4F56_4B48
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 48
 CHECKSUMS_AT = 128
 _ALIGN_BYTES = 64
@@ -23,23 +23,17 @@ _ALIGN_BYTES = 64
 class Suspect(enum.StrEnum):
     """Reasons for not believing a record; the label of a counter."""
 
-    FOREIGN = "foreign"
-    """It has a record's length, and does not begin like one."""
     ALTERED = "altered"
-    """It is another block's, changed, cut off, or sealed without the fleet's key."""
+    """It is another block's or no record, changed, cut off, or sealed without the fleet's key."""
     TORN = "torn"
     """A shard does not match its checksum: its slot changed while the record was made."""
-
-    @property
-    def outcome(self) -> Missing | Corrupt:
-        """Outcome of a load: others' objects are left alone, ours are to be removed."""
-        return Missing() if self is Suspect.FOREIGN else Corrupt("remote")
 
 
 @dataclass(frozen=True)
 class Name:
-    """Identity of a block at a remote."""
+    """Identity of a block at a remote, and the name of its object there."""
 
+    object: str
     space: str
     family: BlockSpec
     key: bytes

@@ -125,7 +125,7 @@ class Movers:
                 shards, sums = self._memory.slots(request, row), request.checksums[row].tobytes()
                 if b"".join(map(checksum_of, shards)) == sums:
                     into = self._memory.staging[batch.work.staged(row)]
-                    name, parent = _name(request, row), request.parents[row]
+                    name, parent = batch.name(row), request.parents[row]
                     self._sealer.seal(name, parent, sums, shards, into)
                     good.append(row)
                 else:
@@ -159,10 +159,10 @@ class Movers:
 
     def _open(self, batch: _Batch, request: Get, row: int, record: memoryview) -> None:
         answer, shards = batch.answer, self._memory.slots(request, row)
-        head = self._sealer.open(_name(request, row), record, shards)
+        head = self._sealer.open(batch.name(row), record, shards)
         if isinstance(head, Suspect):
             batch.count(head, 1)
-            answer.outcomes[row] = head.outcome
+            answer.outcomes[row] = Corrupt("remote")
             return
         assert answer.checksums is not None
         answer.checksums[row] = np.frombuffer(head.checksums, answer.checksums.dtype)
@@ -188,10 +188,6 @@ class Movers:
         finally:
             if batch.is_over():
                 self._ended(batch.answer, batch.end())
-
-
-def _name(request: Get, row: int) -> Name:
-    return Name(request.space, request.family, request.keys[row])
 
 
 class _Threads:
@@ -223,6 +219,11 @@ class _Batch:
         self._left = portions
         self._lock = threading.Lock()
         self._began = time.monotonic()
+
+    def name(self, row: int) -> Name:
+        """Return the identity of a row's block."""
+        request = self.work.request
+        return Name(self.names[row], request.space, request.family, request.keys[row])
 
     def count(self, name: str, amount: int) -> None:
         """Add to a counter."""

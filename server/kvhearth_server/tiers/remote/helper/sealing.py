@@ -1,24 +1,21 @@
-"""Sealing of records: AES-256-GCM under a key of the block's space.
+"""Sealing of records: AES-256-GCM, each under a key of its own.
 
-A space belongs to one tenant, contract, weights label and KV group, so a key of one opens nothing
-of another's. The associated data name the block, so a record opens under its own name only.
+The key is made of the fleet's key, the object's name and random bytes: no number of records wears
+one out. The associated data name the block, so a record opens under its own name only.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import struct
 from collections.abc import Callable, Sequence
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvhearth.model import CHECKSUM_BYTES, checksum_of
 from kvhearth_server.tiers.base import KEY_BYTES_MAX
-from kvhearth_server.tiers.remote.names import SPACE_BYTES
+from kvhearth_server.tiers.remote.names import SPACE_BYTES, record_key
 from kvhearth_server.tiers.remote.record import (
     CHECKSUMS_AT,
     HEADER_BYTES,
@@ -31,34 +28,24 @@ from kvhearth_server.tiers.remote.record import (
     record_bytes,
 )
 
-_START = struct.pack("<IH10x", MAGIC, VERSION)
-_NONCE_BYTES = 12
-_NONCE_END = len(_START) + _NONCE_BYTES
-_TAG_AT = 32
+_START = struct.pack("<IH2x", MAGIC, VERSION)
+_SALT_BYTES = _NONCE_BYTES = 12
+_TAG_AT = len(_START) + _SALT_BYTES + _NONCE_BYTES
 _NAME = struct.Struct(f"<{SPACE_BYTES}sBB2xII{KEY_BYTES_MAX}s")
 """Space, group, bytes of the key, shards, length of one, key."""
 _PARENT = struct.Struct(f"<{KEY_BYTES_MAX}sB15x")
-_INFO = b"kvhearth remote record 2 "
-_KEYS_KEPT = 4096
 
 
 class Sealer:
     """Seals and opens the records of a fleet. Thread-safe.
 
     Args:
-        fleet_key: the fleet's secret, of which all keys are derived by HKDF-SHA256.
-        random: makes nonces; golden tests pass another source.
+        fleet_key: the fleet's secret, of which all keys are made.
+        random: makes salts and nonces; golden tests pass another source.
     """
 
     def __init__(self, fleet_key: bytes, random: Callable[[int], bytes] = os.urandom) -> None:
-        self._random = random
-
-        @functools.lru_cache(_KEYS_KEPT)
-        def key_of(space: str) -> algorithms.AES:
-            info = _INFO + bytes.fromhex(space)
-            return algorithms.AES(HKDF(SHA256(), 32, None, info).derive(fleet_key))
-
-        self._key_of = key_of
+        self._fleet_key, self._random = fleet_key, random
 
     def seal(
         self,
@@ -74,9 +61,8 @@ class Sealer:
             checksums: xxh3_128 of each shard, one behind the other.
             into: ``record_bytes`` of memory.
         """
-        nonce = self._random(_NONCE_BYTES)
-        start = (_START + nonce).ljust(_TAG_AT, b"\0")
-        cipher = Cipher(self._key_of(name.space), modes.GCM(nonce)).encryptor()
+        start = _START + self._random(_SALT_BYTES + _NONCE_BYTES)
+        cipher = self._cipher(name, start).encryptor()
         cipher.authenticate_additional_data(start + _named(name))
         head = (_PARENT.pack(parent, len(parent)) + checksums).ljust(
             payload_offset(len(shards)) - HEADER_BYTES, b"\0"
@@ -91,13 +77,11 @@ class Sealer:
         """Verify a whole record and put its shards' bytes into ``shards``, where they are undefined
         after a suspicion.
         """
-        if len(record) != record_bytes(name.family):
+        if len(record) != record_bytes(name.family) or record[: len(_START)] != _START:
             return Suspect.ALTERED
-        if record[: len(_START)] != _START:
-            return Suspect.FOREIGN
-        nonce, tag = bytes(record[len(_START) : _NONCE_END]), bytes(record[_TAG_AT:HEADER_BYTES])
-        cipher = Cipher(self._key_of(name.space), modes.GCM(nonce, tag)).decryptor()
-        cipher.authenticate_additional_data(bytes(record[:_TAG_AT]) + _named(name))
+        start, tag = bytes(record[:_TAG_AT]), bytes(record[_TAG_AT:HEADER_BYTES])
+        cipher = self._cipher(name, start, tag).decryptor()
+        cipher.authenticate_additional_data(start + _named(name))
         at = payload_offset(len(shards))
         head = cipher.update(record[HEADER_BYTES:at])
         for shard in shards:
@@ -111,6 +95,12 @@ class Sealer:
         if checksums != b"".join(map(checksum_of, shards)):
             return Suspect.TORN
         return Head(checksums, parent[:parent_bytes])
+
+    def _cipher(self, name: Name, start: bytes, tag: bytes | None = None) -> Cipher[modes.GCM]:
+        """Return the cipher of one record, which begins with ``start``."""
+        salt, nonce = start[len(_START) : -_NONCE_BYTES], start[-_NONCE_BYTES:]
+        key = record_key(self._fleet_key, name.object, salt)
+        return Cipher(algorithms.AES(key), modes.GCM(nonce, tag))
 
 
 def _named(name: Name) -> bytes:
