@@ -66,7 +66,7 @@ class ScriptedMover:
         self.failure: Failed | None = None
         self.requests: list[Exists] = []
         self.values: dict[tuple[str, bytes], Value] = {}
-        self.restarts, self.alone = 0, True
+        self.restarts, self.alone, self.good_probes = 0, True, 0
         self.counts, self.staging = Counts(), Staging(1 << 20)
         self._regions = list(regions)
         self._waiting: list[tuple[int, Exists]] = []
@@ -84,6 +84,9 @@ class ScriptedMover:
         self._waiting.append((ticket, request))
         os.eventfd_write(self.event_fd, 1)
         return ticket
+
+    def takes(self, family: BlockSpec) -> bool:
+        return True
 
     def cancel(self, ticket: int) -> None:
         self._cancelled.add(ticket)
@@ -136,7 +139,8 @@ class ScriptedMover:
                 outcomes.append(Done())
             else:
                 there = (request.space, key) in self.values
-                outcomes.append(Done() if there else Missing())
+                whole = self.value(request.space, key, family) is not None
+                outcomes.append(Done() if whole else Corrupt("remote") if there else Missing())
         if isinstance(request, Get) and not isinstance(request, Put):
             return Answer(ticket, outcomes, checksums=sums, parents=parents)
         return Answer(ticket, outcomes)

@@ -133,6 +133,7 @@ def test_knowledge_ends(rig: Rig) -> None:
 
 def test_a_stored_block_is_known_and_a_failed_read_is_at_once_absent(rig: Rig) -> None:
     rig.store(range(4))
+    rig.mover.requests.clear()
     assert rig.ask(range(4)).present.all()
     assert rig.mover.calls == 0
     rig.mover.values.clear()
@@ -280,9 +281,19 @@ def test_what_the_remote_has_is_not_sent_again(rig: Rig) -> None:
     rig.store(range(4))
     rig.mover.requests.clear()
     assert len(rig.store(range(6)).rows(Done)) == 6
-    (put,) = rig.mover.requests
+    ask, put = rig.mover.requests
     assert isinstance(put, Put)
-    assert put.keys == keys_of([4, 5])
+    assert ask.keys == put.keys == keys_of([4, 5])
+    rig.forget()
+    rig.mover.drop(*next(name for name in rig.mover.values if name[1] == key_of(2)))
+    rig.mover.requests.clear()
+    assert len(rig.store(range(6)).rows(Done)) == 6
+    ask, put = rig.mover.requests
+    assert ask.keys == keys_of(range(6)), "of whose state nothing is known"
+    assert put.keys == [key_of(2)]
+    assert rig.remote.counts["stores_present"] == 4 + 5
+    assert rig.store(range(6)).rows(Done).tolist() == [*range(6)]
+    assert len(rig.mover.requests) == 2, "now it is known"
     batch = rig.store_batch([7], OF)
     with_parent = StoreBatch(
         OF,
@@ -297,8 +308,48 @@ def test_what_the_remote_has_is_not_sent_again(rig: Rig) -> None:
     assert rig.load([7]).parent_keys == [key_of(6)]
 
 
+def test_a_remote_that_cannot_be_asked_gets_nothing(rig: Rig) -> None:
+    rig.mover.failure = Failed("timeout")  # type: ignore[arg-type]
+    assert rig.store(range(3)).parts[0][0] == Failed("timeout")  # type: ignore[arg-type]
+    rig.mover.failure = None
+    ticket = rig.remote.submit_store(rig.store_batch(range(3), OF))
+    rig.mover.refusal = Throttled("queue")  # type: ignore[arg-type]
+    assert rig.wait(ticket).parts[0][0] == Throttled("queue")  # type: ignore[arg-type]
+    assert not rig.mover.values
+    assert rig.remote.counts["stores_refused_queue"] == 3
+
+
+def test_values_of_another_length_are_replaced_by_a_store_and_removed_by_a_lookup(
+    rig: Rig,
+) -> None:
+    rig.put_all(range(3))
+    for value in rig.mover.values.values():
+        value.length -= 1
+    assert rig.store([0]).rows(Done).tolist() == [0]
+    rig.forget()
+    assert rig.known(range(3))[0] == 1
+    rig.idle()
+    assert {name[1] for name in rig.mover.values} == {key_of(0)}
+
+
+def test_a_good_probe_of_the_helpers_closes_the_breaker(rig: Rig) -> None:
+    rig.mover.good_probes = 1
+    rig.remote.poll()
+    rig.mover.failure = Failed("denied")  # type: ignore[arg-type]
+    for number in range(5):
+        rig.store([number])
+    rig.remote.poll()
+    assert rig.remote.breaker.is_open
+    rig.mover.failure = None
+    rig.mover.good_probes = 2
+    rig.remote.poll()
+    assert rig.remote.serving
+    assert len(rig.store([9]).rows(Done)) == 1
+
+
 def test_figures(rig: Rig) -> None:
     rig.store(range(4))
+    rig.mover.requests.clear()
     rig.forget()
     rig.load(range(4))
     now = rig.remote.remote_figures()

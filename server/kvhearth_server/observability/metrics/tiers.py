@@ -351,17 +351,16 @@ REMOTES = Source(
     lambda now: [] if now.remote is None else [((now.remote.name,), now.remote)],
     ("remote",),
 )
-_REMOTE_KINDS = ("exists", "get", "put", "delete")
+_REMOTE_KINDS = ("exists", "ask", "get", "put", "delete")
 _REMOTE_BLOCKS = {
     "published": "stored_blocks",
     "present": "stores_present",
     "loaded": "loaded_blocks",
     "altered": "mover_altered",
-    "foreign": "mover_foreign",
     "torn": "mover_torn",
     "late": "loads_too_late",
 }
-_REMOTE_FAILURES = ("denied", "io", "no_space", "timeout", "unreachable")
+_REMOTE_FAILURES = ("denied", "io", "no_space", "read_only", "timeout", "unreachable")
 _REMOTE_REFUSED = {
     "store": ("draining", "open", "queue", "quota", "rate", "too_large"),
     "load": ("draining", "open", "queue"),
@@ -393,7 +392,8 @@ REMOTE: tuple[Metric, ...] = (
     ),
     REMOTES.count(
         "kvhearth_remote_requests_total",
-        "Keys of requests to a remote, by kind: exists, get, put, delete. A bucket bills each.",
+        "Keys of requests to a remote, by kind: exists (for lookups), ask (the same before a put), "
+        "get, put, delete. A bucket bills each.",
         "Load on the remote, and what it bills.",
         {kind: f"{kind}_keys" for kind in _REMOTE_KINDS},
         "kind",
@@ -421,11 +421,11 @@ REMOTE: tuple[Metric, ...] = (
     ),
     REMOTES.count(
         "kvhearth_remote_blocks_total",
-        "Blocks by outcome: published, present (known to be there, not sent), loaded, late (not "
+        "Blocks by outcome: published, present (there already, not sent), loaded, late (not "
         "loaded: the caller would not have waited), or why a record was not believed: altered "
-        "(another block's, changed, cut off or sealed without the fleet's key; deleted), torn "
-        "(its bytes changed while it was made; deleted), foreign (none of ours; left alone).",
-        "What the remote brings. Alert: any altered, torn or foreign one.",
+        "(another block's or none, changed, cut off or sealed without the fleet's key; deleted), "
+        "torn (its bytes changed while it was made; deleted).",
+        "What the remote brings. Alert: any altered or torn one.",
         _REMOTE_BLOCKS,
         "outcome",
     ),

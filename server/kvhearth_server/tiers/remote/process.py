@@ -25,7 +25,7 @@ from typing import Protocol
 
 from kvhearth.errors import KVHearthError
 from kvhearth_server.observability.logs import get_logger
-from kvhearth_server.tiers.base import Counts, Failure, Refusal, Throttled
+from kvhearth_server.tiers.base import BlockSpec, Counts, Failure, Refusal, Throttled
 from kvhearth_server.tiers.remote.mover import (
     Answer,
     Exists,
@@ -149,6 +149,7 @@ class Mover:
         starting: the problem while there is none but that a helper starts.
         staging: places in the helper's memory through which all bytes pass.
         counts: counters by name; they only rise.
+        good_probes: number of probes that found nothing wrong.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Mover:
         self._log_settings = {"log_level": log_level, "log_format": log_format}
         self.staging = Staging(whole_pages(staging_bytes))
         self.counts = Counts()
+        self.good_probes = 0
         self._tickets = itertools.count(1)
         self._pending: dict[int, Work] = {}
         self._ready: list[Answer] = []
@@ -202,10 +204,9 @@ class Mover:
             return Throttled(Refusal.QUEUE)
         work = Work(next(self._tickets), request, time.monotonic() + deadline_s)
         if isinstance(request, Get):
-            size = record_bytes(request.family)
-            if size > (most := min(child.value_bytes_max, self.staging.size)):
-                self._tell_too_large(size, most)
+            if not self.takes(request.family):
                 return Throttled(Refusal.TOO_LARGE)
+            size = record_bytes(request.family)
             if (taken := self.staging.take(len(request.keys) * whole_pages(size))) is None:
                 return Throttled(Refusal.QUEUE)
             work.staging = taken
@@ -213,15 +214,24 @@ class Mover:
         self._send(child, encode_work(work))
         return work.ticket
 
-    def _tell_too_large(self, size: int, most: int) -> None:
-        if not self._too_large_told:
+    def takes(self, family: BlockSpec) -> bool:
+        """Whether blocks of a family fit the remote and the staging memory, as far as is known."""
+        known = self._child.value_bytes_max if self._child is not None else 0
+        size, most = record_bytes(family), min(known or self.staging.size, self.staging.size)
+        if size > most and not self._too_large_told:
             self._too_large_told = True
             _log.error("remote.block_too_large", remote=self.url.place, bytes=size, bytes_max=most)
+        return size <= most
 
     def cancel(self, ticket: int) -> None:
         """Give up a request: what has not begun ends as ``Failed("cancelled")``."""
         if self._child is not None and ticket in self._pending:
             self._send(self._child, encode({"kind": "cancel", "ticket": ticket}))
+
+    def reopen(self) -> None:
+        """Have the helper read the remote's secrets again and probe it over new connections."""
+        if self._child is not None:
+            self._send(self._child, encode({"kind": "reopen"}))
 
     def poll(self) -> list[Answer]:
         """Return the answers since the last call; restart a helper that ended."""
@@ -426,6 +436,7 @@ class Mover:
     def _take(self, child: _Child, head: Head, body: bytes) -> None:
         if head["kind"] == "state":
             self._problem = head["problem"]
+            self.good_probes += not head["problem"]
             child.value_bytes_max = head["value_bytes_max"]
             return
         for name, amount in head.get("counts", {}).items():

@@ -62,7 +62,7 @@ from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.record import Suspect
 
 READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
-"""Deadlines of requests to the mover, which ends a helper that misses one."""
+"""Deadlines of requests to the mover, which ends a helper that misses one. A store asks first."""
 BATCH_BLOCKS_MAX = 512
 START_S = 2.0
 """Time that a helper process may take to start before that is a problem."""
@@ -83,7 +83,7 @@ class _Batch:
 
     Attributes:
         names: of its blocks in the existence cache.
-        rows: those that the mover was asked for.
+        rows: those that the mover is asked for.
         outcomes: one for each row of the batch.
         ticket: the mover's, or one of the tier's own if the mover was not asked.
     """
@@ -94,6 +94,16 @@ class _Batch:
     outcomes: list[Outcome]
     began: float
     ticket: int = 0
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Keys of the rows that the mover is asked for."""
+        return [self.batch.keys[row] for row in self.rows.tolist()]
+
+    def note(self, outcomes: Sequence[Outcome]) -> None:
+        """Take the outcomes of these rows."""
+        for row, outcome in zip(self.rows.tolist(), outcomes, strict=True):
+            self.outcomes[row] = outcome
 
     def names_of(self, rows: I64) -> list[bytes]:
         """Return the names of some rows of the batch."""
@@ -145,7 +155,7 @@ class RemoteTier(Tier):
         self._own_tickets = itertools.count(-1, -1)
         self._round_trip_s, self._bytes_per_s = _RTT_S, _BYTES_PER_S
         self._seconds: dict[str, float] = {}
-        self._trouble = ""
+        self._trouble, self._good_probes = "", 0
         self._suspected, self._suspected_at = 0, 0.0
         self._up_at = clock()
         """Time at which the mover ran, or should have started."""
@@ -168,6 +178,10 @@ class RemoteTier(Tier):
         identity = self._identify(family)
         return "" if identity is None else self._space_name(*identity, family.group)
 
+    def reopen(self) -> None:
+        """Have the remote's secrets read again."""
+        self.mover.reopen()
+
     def use_limits(self, limits: Limits) -> None:
         """Publish within these bounds from now on."""
         self._bounds = Bounds(limits, self._clock())
@@ -184,18 +198,18 @@ class RemoteTier(Tier):
     # -- batches -----------------------------------------------------------------------------------
 
     def submit_store(self, batch: StoreBatch) -> int | Throttled:
-        """Begin to publish a batch; see ``Tier.submit_store``. Blocks that the remote is known to
-        have are ``Done``.
+        """Begin to publish a batch; see ``Tier.submit_store``. Blocks that the remote has, as it is
+        known or asked first, are ``Done`` without being sent.
         """
         refusal, space = self._check(batch), self._space_of(batch.family)
         if refusal is None and not space:
             refusal = Throttled(Refusal.OPEN, 1.0)
+        if refusal is None and not self.mover.takes(batch.family):
+            refusal = Throttled(Refusal.TOO_LARGE)
         if refusal is not None:
             return self.counts.refused("stores", refusal, len(batch.keys))
-        family, now = batch.family, self._clock()
-        size = family.length * family.shards
-        names = _names(space, family, batch.keys)
-        renew = batch.renew and self.life_s > 0
+        now, renew = self._clock(), batch.renew and self.life_s > 0
+        names = _names(space, batch.family, batch.keys)
         there = (self._cache.look(names, now) == YES) & (not renew)
         rows = np.flatnonzero(~there)
         store = _Batch(batch, names, rows, [Done()] * len(batch.keys), now)
@@ -204,23 +218,51 @@ class RemoteTier(Tier):
             return self._finish(store)
         if (held := self._bounds.held_back(now)) is not None:
             return self.counts.refused("stores", held, len(batch.keys))
-        keys = [batch.keys[row] for row in rows.tolist()]
+        if renew:
+            ticket = self._put(store, space)
+        else:
+            ask = Exists(space, batch.family, store.keys)
+            ticket = self._submit("ask", ask, EXISTS_S, partial(self._asked, store, space))
+        if isinstance(ticket, Throttled):
+            return self.counts.refused("stores", ticket, len(batch.keys))
+        self.counts.add("stores_present", len(batch.keys) - len(rows))
+        store.ticket = ticket
+        return ticket
+
+    def _asked(self, store: _Batch, space: str, answer: Answer) -> None:
+        """Send the blocks of a store that the remote does not have, or with another length."""
+        if not answer.final:
+            return
+        there, failed = _are(answer.outcomes, Done), _are(answer.outcomes, Failed)
+        self._cache.note(store.names_of(store.rows[there]), True, self._clock())
+        self.counts.add("stores_present", int(there.sum()))
+        store.note(answer.outcomes)
+        store.rows = store.rows[~(there | failed)]
+        if count := len(store.rows):
+            sent = self._put(store, space)
+            if not isinstance(sent, Throttled):
+                return
+            store.note([self.counts.refused("stores", sent, count)] * count)
+        self._complete(store)
+
+    def _put(self, store: _Batch, space: str) -> int | Throttled:
+        """Send the asked rows of a store."""
+        batch, rows, family = store.batch, store.rows, store.batch.family
+        assert isinstance(batch, StoreBatch)
         parents = batch.parent_keys or [b""] * len(batch.keys)
         put = Put(
             space,
             family,
-            keys,
+            store.keys,
             batch.places[rows],
             np.ascontiguousarray(batch.checksums[rows]),
             [parents[row] for row in rows.tolist()],
         )
         ticket = self._submit("put", put, WRITE_S, partial(self._stored, store))
-        if isinstance(ticket, Throttled):
-            return self.counts.refused("stores", ticket, len(batch.keys))
-        hit("remote.put_submitted")
-        self.counts.add("stores_present", len(batch.keys) - len(rows))
-        self._bounds.take(size * len(rows), len(rows), now)
-        store.ticket = ticket
+        if not isinstance(ticket, Throttled):
+            hit("remote.put_submitted")
+            size = family.length * family.shards
+            self._bounds.take(size * len(rows), len(rows), self._clock())
         return ticket
 
     def submit_load(self, batch: LoadBatch) -> int | Throttled:
@@ -320,8 +362,11 @@ class RemoteTier(Tier):
             self.breaker.succeeded(now)
 
     def _look_after_breaker(self) -> None:
-        """Send the probe that may close the breaker, when it is due."""
-        now = self._clock()
+        """Close the breaker after a good probe of the helper's; send one when it is due."""
+        now, good = self._clock(), self.mover.good_probes
+        if good > self._good_probes and self.breaker.is_open:
+            self.breaker.probed(good=True, now=now)
+        self._good_probes = good
         if not self.breaker.probe_due(now) or self._draining or not self.mover.up:
             return
         key = hashlib.sha256(b"probe").digest()
@@ -348,7 +393,8 @@ class RemoteTier(Tier):
         self._cache.note(store.names_of(store.rows[done]), True, now)
         self.counts.add("stored_blocks", int(done.sum()))
         self.counts.add("stored_bytes", int(done.sum()) * family.length * family.shards)
-        self._complete(store, answer)
+        store.note(answer.outcomes)
+        self._complete(store)
 
     def _loaded(self, load: _Batch, answer: Answer) -> None:
         if not self._is_final(load, answer):
@@ -370,21 +416,17 @@ class RemoteTier(Tier):
             self._bytes_per_s += _WEIGHT * (speed - self._bytes_per_s)
         self.counts.add("loaded_blocks", int(done.sum()))
         self.counts.add("loaded_bytes", size)
-        if wrong.any():
-            self._remove_wrong(load, np.flatnonzero(wrong))
+        self._cache.note(load.names_of(load.rows[wrong]), False, now)
+        if wrong.any() and (space := self._space_of(family)):
+            keys = [load.batch.keys[row] for row in load.rows[wrong].tolist()]
+            self._remove(Delete(space, family, keys))
         facts, parents, rows = Facts.none(family, count), [b""] * count, np.flatnonzero(done)
         facts.present[rows] = True
         if answer.checksums is not None:
             facts.checksums[rows] = answer.checksums[rows]
             parents[: len(answer.parents)] = answer.parents
-        self._complete(load, answer, facts, parents)
-
-    def _remove_wrong(self, load: _Batch, rows: I64) -> None:
-        """Delete blocks with wrong bytes, so that nobody reads them again."""
-        family, keys = load.batch.family, [load.batch.keys[row] for row in rows.tolist()]
-        self._cache.note(load.names_of(rows), False, self._clock())
-        if space := self._space_of(family):
-            self._submit("delete", Delete(space, family, keys), WRITE_S, lambda answer: None)
+        load.note(answer.outcomes)
+        self._complete(load, facts, parents)
 
     def _is_final(self, batch: _Batch, answer: Answer) -> bool:
         if not answer.final:
@@ -393,18 +435,16 @@ class RemoteTier(Tier):
         return answer.final
 
     def _complete(
-        self,
-        batch: _Batch,
-        answer: Answer,
-        facts: Facts | None = None,
-        parents: list[bytes] | None = None,
+        self, batch: _Batch, facts: Facts | None = None, parents: list[bytes] | None = None
     ) -> None:
-        for row, outcome in zip(batch.rows.tolist(), answer.outcomes, strict=True):
-            batch.outcomes[row] = outcome
         parts = gather(batch.outcomes)
         self._completions.append(
             Completion(batch.ticket, parts, facts=facts, parent_keys=parents or [])
         )
+
+    def _remove(self, wrong: Delete) -> None:
+        """Remove blocks with wrong bytes, so that nobody reads them again."""
+        self._submit("delete", wrong, WRITE_S, lambda answer: None)
 
     # -- lookup, removal ---------------------------------------------------------------------------
 
@@ -461,7 +501,13 @@ class RemoteTier(Tier):
         return Known(present, asking)
 
     def _submit_exists(self, request: Exists, ended: Callable[[Answer], None]) -> bool:
-        return not isinstance(self._submit("exists", request, EXISTS_S, ended), Throttled)
+        def looked(answer: Answer) -> None:
+            pairs = zip(request.keys, answer.outcomes, strict=True)
+            if wrong := [key for key, outcome in pairs if isinstance(outcome, Corrupt)]:
+                self._remove(Delete(request.space, request.family, wrong))
+            ended(answer)
+
+        return not isinstance(self._submit("exists", request, EXISTS_S, looked), Throttled)
 
     def forget(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> int:
         """Do nothing: other daemons use the blocks, too."""
