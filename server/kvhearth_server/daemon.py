@@ -193,15 +193,17 @@ class Reloader:
         return Reloaded(changed, restart)
 
     def _use_remotes(self, new: Settings, changed: Sequence[str]) -> None:
-        """Apply the remotes' bounds if they changed, since new ones begin with full buckets, and
-        what is published.
+        """Apply the remotes' bounds if they changed, since new ones begin with full buckets, what
+        is published, and what the files of their secrets say.
         """
         tiering = self._engine.tiering
         if tiering is not None and "remote_write" in changed:
             tiering.use_policy(PublishPolicy(new.remote_write))
-        if any(name.startswith("remote_") and name != "remote_write" for name in changed):
-            for tier in self._engine.tiers:
-                if isinstance(tier, RemoteTier):
+        bounds = any(name.startswith("remote_") and name != "remote_write" for name in changed)
+        for tier in self._engine.tiers:
+            if isinstance(tier, RemoteTier):
+                tier.reopen()
+                if bounds:
                     tier.use_limits(remote_limits(new))
 
 

@@ -15,6 +15,7 @@ from support.movers import MoverDesk, kinds, mover_desk
 from support.remote_servers import (
     ACCESS,
     PASSWORD,
+    Endpoint,
     Server,
     mooncake,
     rclone,
@@ -183,7 +184,7 @@ def test_blocks_of_another_length_are_not_found(remote: Remote, desk: MoverDesk)
     desk.put([0], OF)
     other = family(length=100_000, shards=2)
     if remote.kind != "mooncake":  # it does not tell sizes of several values at once
-        assert kinds(desk.exists([0], other)) == ["Missing"]
+        assert kinds(desk.exists([0], other)) == ["Corrupt remote"]
     assert kinds(desk.get([0], other)) == ["Corrupt remote"]
 
 
@@ -307,6 +308,48 @@ def test_a_full_server_refuses_and_keeps_what_it_has(remote: Remote, desk: Mover
         assert kinds(desk.get([0], OF)) == ["Done"]
     finally:
         resp(port, "CONFIG", "SET", "maxmemory", "0")
+
+
+@with_server
+def test_after_a_fail_over_behind_one_address_connections_are_made_anew(
+    remote: Remote, tmp_path: Path
+) -> None:
+    if remote.kind != "valkey":
+        pytest.skip("it has no replica here")
+    one, two = (valkey(tmp_path) for _ in range(2))
+    with running(one, two), contextlib.closing(Endpoint(one.port)) as address:
+        assert resp(two.port, "REPLICAOF", "127.0.0.1", str(one.port)) == b"+OK\r\n"
+        with mover_desk(address.url) as desk:
+            assert kinds(desk.up().put(range(4), OF)) == ["Done"] * 4
+            assert resp(one.port, "REPLICAOF", "127.0.0.1", str(two.port)) == b"+OK\r\n"
+            # A probe of before may have ended the connections, and names the cause then.
+            assert set(kinds(desk.put(range(4), OF))) == {"Failed read_only"}
+            desk.until(lambda: "replica" in desk.mover.problem)
+            assert resp(two.port, "REPLICAOF", "NO", "ONE") == b"+OK\r\n"
+            address.port = two.port
+            desk.up()
+            assert kinds(desk.put(range(4), OF)) == ["Done"] * 4
+            assert desk.mover.restarts == 0
+
+
+@with_server
+def test_a_password_that_changes_is_read_again(remote: Remote, tmp_path: Path) -> None:
+    if remote.kind != "valkey":
+        pytest.skip("it has no password, or the same way to change it")
+    server, secret = valkey(tmp_path, "--requirepass", "one"), tmp_path / "password"
+    secret.write_text("one")
+    url = f"{server.url}?secret_file={secret}"
+    with running(server), mover_desk(url) as desk:
+        assert kinds(desk.up().put(range(2), OF)) == ["Done"] * 2
+        answer = resp(server.port, "CONFIG", "SET", "requirepass", "two", password="one")
+        assert answer == b"+OK\r\n"
+        resp(server.port, "CLIENT", "KILL", "TYPE", "normal", password="two")
+        request = desk.get_request(range(2), OF)
+        found = set(kinds(desk.final(desk.mover.submit(request, 1.0))))
+        assert found <= {"Failed timeout", "Failed denied"}, "the library tries again by itself"
+        secret.write_text("two\n")
+        desk.until(lambda: set(kinds(desk.get(range(2), OF))) == {"Done"})
+        assert desk.mover.restarts == 0
 
 
 @with_server

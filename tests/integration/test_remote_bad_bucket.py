@@ -12,7 +12,7 @@ from support.movers import MoverDesk, kinds, mover_desk
 from support.tiers import family
 
 from kvhearth_lab.harness import HUNG_S
-from kvhearth_server.tiers.remote.names import MARK_NAME
+from kvhearth_server.tiers.remote.names import LAYOUT, MARK_NAME
 
 pytest.importorskip("obstore")
 OF = family(length=300_000)
@@ -46,7 +46,7 @@ def good_again(served: tuple[BadBucket, MoverDesk]) -> Iterator[None]:
 def test_values_have_the_names_of_the_prefix(served: tuple[BadBucket, MoverDesk]) -> None:
     bucket, _ = served
     mark = f"/bucket/p/{MARK_NAME}"
-    assert all(path.startswith("/bucket/p/2/") for path in set(bucket.values) - {mark})
+    assert all(path.startswith(f"/bucket/p/{LAYOUT}/") for path in set(bucket.values) - {mark})
 
 
 BAD_READS = {
@@ -148,6 +148,61 @@ def test_a_skewed_clock_is_named(secret: Path) -> None:
         with mover_desk(f"{bucket.url}&secret_file={secret}") as desk:
             desk.until(lambda: "clock" in desk.mover.problem)
             assert kinds(desk.get([0], OF)) == ["Failed denied"]
+
+
+@pytest.fixture
+def renewed(tmp_path: Path) -> Iterator[tuple[BadBucket, MoverDesk, Path]]:
+    """A bucket whose keys hold for a session, and the file that they are renewed in."""
+    keys = tmp_path / "keys"
+    keys.write_text("id\nsecret\none\n")
+    with bad_bucket() as bucket, mover_desk(f"{bucket.url}&secret_file={keys}") as desk:
+        bucket.token = "one"
+        desk.up()
+        yield bucket, desk, keys
+
+
+def test_keys_that_expired_are_read_again(renewed: tuple[BadBucket, MoverDesk, Path]) -> None:
+    bucket, desk, keys = renewed
+    pid = desk.mover.pid
+    bucket.token = "two"
+    for ask in (desk.exists, desk.get, desk.put):  # the answer to the first one has no body
+        assert set(kinds(ask([0], OF))) == {"Failed denied"}
+    desk.until(lambda: "refuses access" in desk.mover.problem)
+    keys.write_text("id\nsecret\ntwo\n")
+    desk.up()
+    assert kinds(desk.put([0], OF)) == kinds(desk.get([0], OF)) == ["Done"]
+    assert desk.mover.pid == pid
+
+
+def test_keys_that_were_renewed_before_they_expire_are_used_then(
+    renewed: tuple[BadBucket, MoverDesk, Path],
+) -> None:
+    bucket, desk, keys = renewed
+    keys.write_text("id\nsecret\ntwo\n")
+    assert kinds(desk.put([0], OF)) == ["Done"], "the former ones hold still"
+    assert bucket.tokens == {"one"}
+    bucket.token = "two"
+    desk.until(lambda: kinds(desk.get([0], OF)) == ["Done"])
+    bucket.token = ""
+    keys.write_text("id\nsecret\nthree\n")
+    good = desk.mover.good_probes
+    desk.mover.reopen()
+    desk.until(lambda: desk.mover.good_probes > good)
+    assert bucket.tokens == {"one", "two", "three"}, "as the daemon asked for it"
+
+
+def test_a_cut_object_that_a_lookup_finds_is_told(
+    served: tuple[BadBucket, MoverDesk],
+) -> None:
+    bucket, desk = served
+    before = set(bucket.values)
+    assert kinds(desk.put([70, 71], OF)) == ["Done"] * 2
+    for path, more in zip(sorted(set(bucket.values) - before), (-1, 1), strict=True):
+        bucket.values[path] = bucket.values[path].ljust(OF.length * 2)[: OF.length // 2 + more]
+    altered = desk.mover.counts["altered"]
+    assert kinds(desk.exists([70, 71], OF)) == ["Corrupt remote"] * 2
+    assert desk.mover.counts["altered"] == altered + 2
+    desk.delete([70, 71])
 
 
 def test_a_name_that_is_not_known_is_unreachable(secret: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from support.bad_bucket import bad_bucket
 from support.cached import PAGE_BYTES, CachedEngine, cached_engine, computed
 from support.daemon import Daemon, stopped_daemon, until
 from support.http_door import ANY_PORT, ask, scraped
@@ -114,6 +116,69 @@ def test_blocks_are_published_when_they_are_used_again(tmp_path: Path) -> None:
             assert loaded(engine, keys) == len(keys)
             published(one, len(keys))
         comes(other, keys)
+
+
+def puts(*daemons: Daemon) -> int:
+    """Return the number of blocks that daemons sent to their remote."""
+    found = re.findall(
+        r'kvhearth_remote_requests_total{.*kind="put"} (\d+)', "".join(map(scraped, daemons))
+    )
+    assert len(found) == len(daemons)
+    return sum(map(int, found))
+
+
+def test_a_block_is_sent_once_by_a_fleet(tmp_path: Path) -> None:
+    """Whether the second daemon computes it or loads it."""
+    keys, more = new_keys(20), new_keys(20)
+    with pair(tmp_path / "shared", http=ANY_PORT) as (one, other):
+        with cached_engine(other.url()) as engine:
+            assert loaded(engine, keys) == 0, "for a while it counts as absent there"
+            with cached_engine(one.url()) as first:
+                first.store(keys + more)
+                published(one, 40)
+            engine.store(keys)
+            published(other, 20)
+            assert loaded(engine, more) == 20
+            published(other, 40)
+        assert puts(one, other) == 40
+        other.kill()  # it forgets what is there
+        other.start()
+        comes(other, keys)
+        with cached_engine(other.url()) as engine:
+            engine.store(more)
+            published(other, 40)
+        assert puts(one, other) == 40
+
+
+def test_a_daemon_goes_on_with_keys_that_are_renewed(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("id\nsecret\none\n")
+    with bad_bucket() as bucket:
+        bucket.token = "one"
+        settings = {"remote": f"{bucket.url}&secret_file={keys}", "remote_staging": "8MiB", **ALL}
+        with stopped_daemon(arena=False, **settings) as daemon:
+            daemon.start()
+            with cached_engine(daemon.url()) as engine:
+                engine.store(new_keys(4))
+                published(daemon, 4)
+                bucket.token = "two"
+                until(
+                    lambda: engine.store(new_keys(1)) and "requests fail" in daemon.log_text(),
+                    "the breaker opens",
+                )
+                keys.write_text("id\nsecret\ntwo\n")
+                until(lambda: "two" in bucket.tokens, "they are read")
+                before = daemon.counters()["published_blocks"]
+                until(
+                    lambda: (
+                        engine.store(new_keys(1)) and daemon.counters()["published_blocks"] > before
+                    ),
+                    "blocks are published",
+                )
+            bucket.token = ""
+            keys.write_text("id\nsecret\nthree\n")
+            daemon.operator().reload_settings()
+            until(lambda: "three" in bucket.tokens, "a reload reads them, too")
 
 
 def test_a_fleet_finds_blocks_by_its_key_and_the_label_of_the_weights(tmp_path: Path) -> None:

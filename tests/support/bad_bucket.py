@@ -15,6 +15,7 @@ from kvhearth_lab.harness import HUNG_S
 
 _NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>no such bucket</Message></Error>"
 _SKEW = b"<Error><Code>RequestTimeTooSkewed</Code></Error>"
+_EXPIRED = b"<Error><Code>ExpiredToken</Code></Error>"
 _CODES = {
     "403": b"<Error><Code>AccessDenied</Code></Error>",
     "404": _NO_BUCKET,
@@ -28,7 +29,9 @@ class BadBucket(ThreadingHTTPServer):
     """The server.
 
     Attributes:
-        mode: present misbehaviour; empty for none. Applies to names that contain ``about``.
+        mode: present misbehaviour; empty for none.
+        token: the only session's token that is accepted; empty for any.
+        tokens: those of requests that were accepted.
         values: by path.
         requests: method and path of each request.
         payload_sums: what clients said of the bodies' checksums.
@@ -38,7 +41,8 @@ class BadBucket(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.mode = ""
+        self.mode = self.token = ""
+        self.tokens: set[str] = set()
         self.methods = ("GET", "PUT", "HEAD", "DELETE", "POST")
         self.values: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
@@ -82,6 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
         mode = self.server.mode if self.command in self.server.methods else ""
         if self.command == "PUT":
             self.server.payload_sums.add(self.headers.get("x-amz-content-sha256", ""))
+        token = self.headers.get("x-amz-security-token", "")
+        if self.server.token not in ("", token):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self._answer(400, _EXPIRED)
+            return
+        self.server.tokens.add(token)
         if mode == "skew":
             self._answer(403, _SKEW)
             self.close_connection = True

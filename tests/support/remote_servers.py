@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -140,12 +141,53 @@ def valkey(folder: Path, *options: str, binary: str = "", host: str = "127.0.0.1
     return Server(command, port, folder, url, lambda: answers(port, host))
 
 
-def resp(port: int, *words: str) -> bytes:
+def resp(port: int, *words: str, password: str = "") -> bytes:
     """Send a command to a Valkey server and return the first bytes of its answer."""
-    text = f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
-    with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
+
+    def say(*words: str) -> bytes:
+        text = f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
         connection.sendall(text.encode())
         return connection.recv(1 << 16)
+
+    with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
+        if password:
+            assert say("AUTH", password) == b"+OK\r\n"
+        return say(*words)
+
+
+class Endpoint:
+    """An address behind which a server stands, as a cloud's: new connections go to ``port``, and
+    those that are there go on.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"valkey://127.0.0.1:{self._listener.getsockname()[1]}/kv"
+        self._spawn(self._accept)
+
+    def close(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _spawn(self, work: Callable[..., None], *arguments: socket.socket) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.port))
+                self._spawn(self._carry, near, far)
+                self._spawn(self._carry, far, near)
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError), source:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import socket
 import threading
@@ -13,7 +14,7 @@ from collections import Counter
 from kvhearth.failpoints import hit
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.tiers.base import Corrupt, Done, Failed, Failure, Missing, Outcome
-from kvhearth_server.tiers.remote.helper.drivers.base import DENIED, Driver, Refused
+from kvhearth_server.tiers.remote.helper.drivers.base import Driver, Refused
 from kvhearth_server.tiers.remote.helper.moves import Memory, Movers
 from kvhearth_server.tiers.remote.helper.sealing import Sealer
 from kvhearth_server.tiers.remote.mover import (
@@ -27,13 +28,15 @@ from kvhearth_server.tiers.remote.mover import (
     encode_answer,
 )
 from kvhearth_server.tiers.remote.names import MARK_NAME, fleet_mark, object_names, probe_name
-from kvhearth_server.tiers.remote.record import record_bytes
+from kvhearth_server.tiers.remote.record import Suspect, record_bytes
 
 _log = get_logger("kvhearth.remote")
 _READ_BYTES = 1 << 20
 _AGAIN_FIRST_S = 1.0
 _AGAIN_MAX_S = 30.0
 PROBE_S = 5.0
+_LOOK_S = 1.0
+"""Between two looks at the files of a remote with which something is wrong."""
 _PROBE_BYTES = 4096
 _FIXES = {
     Failure.DENIED: (
@@ -43,6 +46,10 @@ _FIXES = {
     Failure.TIMEOUT: "does not answer in time; check the network and the server",
     Failure.UNREACHABLE: "cannot be reached; check the address, the network and the server",
     Failure.NO_SPACE: "is full",
+    Failure.READ_ONLY: (
+        "takes no writes: it is a replica, or was made read-only; name the primary, or check "
+        "whether a fail-over is under way"
+    ),
 }
 
 
@@ -68,13 +75,17 @@ class Service:
         self._lock = threading.Lock()
         """Guards the sending side and what follows, which threads use."""
         self._told: Counter[str] = Counter()
-        self._refused = ""
+        self._problem = self._refused = ""
+        """What the last probe found; ``_refused`` where no request is to be sent."""
+        self._failing = False
+        """Whether the last probe or the last request failed."""
         self._wrong = asyncio.Event()
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until the daemon closes the connection."""
         watching = asyncio.create_task(self._watch())
+        watching.add_done_callback(lambda task: self._ended.set())
         self._loop.add_reader(self._connection, self._read)
         try:
             await self._ended.wait()
@@ -101,6 +112,8 @@ class Service:
             for head, body in self._reader.feed(data):
                 if head["kind"] == "cancel":
                     self._cancelled.update({head["ticket"]} & self._open)
+                elif head["kind"] == "reopen":
+                    self._wrong.set()
                 else:
                     self._take(decode_work(head, body))
         except (ValueError, KeyError, IndexError) as error:
@@ -116,27 +129,47 @@ class Service:
     # -- the remote's condition --------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Probe the remote at first, and again while something is wrong with it."""
+        """Probe the remote at first, and again while something is wrong with it or may be: then
+        over new connections, with what the secrets' files say now.
+        """
         pause_s = _AGAIN_FIRST_S
+        await self._probe()
         while True:
-            self._wrong.clear()
-            problem = self._refused = ""
-            try:
-                hit("mover.before_probe")
-                await probe(self._driver, self._fleet_key)
-            except Refused as error:
-                problem = self._refused = str(error)
-            except Unavailable as error:
-                problem = str(error)
-            self._tell(problem)
-            if problem:
-                await asyncio.sleep(pause_s)
+            if self._problem:
+                await self._pause(pause_s)
                 pause_s = min(2 * pause_s, _AGAIN_MAX_S)
             else:
                 pause_s = _AGAIN_FIRST_S
-                await self._wrong.wait()
+                await asyncio.sleep(_AGAIN_FIRST_S)
+                await self._pause(math.inf)
+            self._wrong.clear()
+            await self._probe(reopen=True)
 
-    def _tell(self, problem: str) -> None:
+    async def _pause(self, seconds: float) -> None:
+        """Wait, at most until a probe is due: for the daemon or the remote asks for one, or there
+        are other secrets while requests fail.
+        """
+        end = time.monotonic() + seconds
+        while (left_s := end - time.monotonic()) > 0:
+            if self._failing and self._driver.files_changed():
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wrong.wait(), min(left_s, _LOOK_S))
+                return
+
+    async def _probe(self, *, reopen: bool = False) -> None:
+        """Find out what is wrong with the remote, and tell the daemon."""
+        problem = refused = ""
+        try:
+            hit("mover.before_probe")
+            if reopen:
+                self._driver.reopen()
+            await probe(self._driver, self._fleet_key)
+        except Refused as error:
+            problem = refused = str(error)
+        except Unavailable as error:
+            problem = str(error)
+        self._problem, self._refused, self._failing = problem, refused, bool(problem)
         most = self._driver.value_bytes_max
         self._send(encode({"kind": "state", "problem": problem, "value_bytes_max": most}))
 
@@ -162,14 +195,17 @@ class Service:
         else:
             size = record_bytes(work.request.family)
             found = await self._driver.exists(names, size, work.deadline)
-        self._answer(Answer(work.ticket, found), Counter())
+        wrong = sum(isinstance(each, Corrupt) for each in found)
+        self._answer(Answer(work.ticket, found), Counter({Suspect.ALTERED: wrong}))
 
     def _answer(self, answer: Answer, counts: Counter[str]) -> None:
         """Answer a request, from any thread."""
         self._open.discard(answer.ticket)
         self._cancelled.discard(answer.ticket)
         kinds = set(answer.outcomes)
-        if DENIED in kinds and not self._refused:
+        failed = {kind.reason for kind in kinds if isinstance(kind, Failed)} - {Failure.CANCELLED}
+        self._failing = bool(failed or self._problem or (self._failing and Done() not in kinds))
+        if not self._problem and failed & {Failure.DENIED, Failure.READ_ONLY}:
             self._loop.call_soon_threadsafe(self._wrong.set)
         for kind in kinds:
             if isinstance(kind, Corrupt):

@@ -8,6 +8,7 @@ driver translates its library's errors.
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -51,6 +52,34 @@ class Driver(ABC):
         self.url = url
         self.prefix = f"{url.prefix}/" if url.prefix else ""
         self.requests: Counter[str] = Counter()
+        self._files = tuple(filter(None, (url.secret_file, url.ca, url.cert, url.key)))
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Read the files that the URL names, and make connections anew for requests to come.
+
+        Raises:
+            Refused: the remote cannot be opened as the URL and these files say.
+        """
+        self._opened_with = self._versions()
+        self._reopen()
+
+    def files_changed(self) -> bool:
+        """Whether the files that the URL names are others than those that were read."""
+        return self._versions() != self._opened_with
+
+    def _versions(self) -> list[tuple[int, int, int] | None]:
+        found = list[tuple[int, int, int] | None]()
+        for path in self._files:
+            try:
+                now = os.stat(path)
+                found.append((now.st_ino, now.st_size, now.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return found
+
+    def _reopen(self) -> None:  # noqa: B027 - not all have secrets
+        """Do what ``reopen`` says."""
 
     def attach(self, staging: memoryview) -> None:  # noqa: B027 - not all need it
         """Learn the memory that values are put from and got into; called once, before all else."""
@@ -83,8 +112,8 @@ class Driver(ABC):
 
     @abstractmethod
     async def exists(self, names: Sequence[str], size: int, deadline: float) -> list[Outcome]:
-        """Return ``Done`` or ``Missing`` for each name; values of another size than ``size`` may
-        count as missing.
+        """Return ``Done`` or ``Missing`` for each name; ``Corrupt`` for values of another size than
+        ``size``, if the remote tells sizes.
         """
 
     @abstractmethod

@@ -36,6 +36,11 @@ from kvhearth_server.tiers.remote.url import RemoteUrl
 _CONNECT_S = 2.0
 _REQUEST_S = 30.0
 """Bound of the library's own; each call has a shorter deadline."""
+_DENIED = (
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "NoSuchBucket", "RequestTimeTooSkewed"),
+    *("ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
+)
+_LISTED_AT_ONCE = 1000
 _T = TypeVar("_T")
 
 
@@ -57,12 +62,15 @@ class ObjectDriver(Driver):
 
     def __init__(self, url: RemoteUrl) -> None:
         super().__init__(url)
-        self._open = functools.cache(functools.partial(_open, url))
-        try:
-            self._store = self._open(_REQUEST_S)
-        except (BaseError, OSError, ValueError) as error:
-            raise Refused(f"{url.place} cannot be opened: {first_line(error)}") from None
         self._mounted = url.scheme == "file" and os.path.ismount(url.bucket)
+
+    def _reopen(self) -> None:
+        try:
+            opened = functools.cache(functools.partial(_open, self.url, _options(self.url)))
+            self._store = opened(_REQUEST_S)
+        except (BaseError, OSError, ValueError) as error:
+            raise Refused(f"{self.url.place} cannot be opened: {first_line(error)}") from None
+        self._open = opened
 
     def _by(self, deadline: float) -> Any:
         """Return the store whose requests end by a deadline. May wait for a file system.
@@ -126,7 +134,7 @@ class ObjectDriver(Driver):
             found = await _by(deadline, obstore.head_async(self._store, self.prefix + name))
         except (BaseError, OSError, TimeoutError) as error:
             return told(outcome_of(error), error)
-        return Done() if found["size"] == size else Missing()
+        return Done() if found["size"] == size else Corrupt("remote")
 
     async def delete(self, names: Sequence[str], deadline: float) -> list[Outcome]:
         self.requests["delete"] += 1
@@ -144,7 +152,8 @@ class ObjectDriver(Driver):
 
     async def list(self, prefix: str) -> AsyncIterator[list[Listed]]:
         self.requests["list"] += 1
-        async for portion in obstore.list(self._store, self.prefix + prefix):
+        listed = obstore.list(self._store, self.prefix + prefix, chunk_size=_LISTED_AT_ONCE)
+        async for portion in listed:
             yield [
                 Listed(
                     each["path"].removeprefix(self.prefix),
@@ -173,58 +182,62 @@ def outcome_of(error: BaseException) -> Outcome:
         return TIMEOUT
     if isinstance(error, OSError):
         return Failed(Failure.NO_SPACE) if "No space" in text else Failed(Failure.IO)
-    if "InvalidAccessKeyId" in text or "SignatureDoesNotMatch" in text:
+    if any(word in text for word in _DENIED):
         return DENIED
-    if "NoSuchBucket" in text or "RequestTimeTooSkewed" in text:
-        return DENIED
+    if "performing HEAD" in text and "400 Bad Request" in text:
+        return DENIED  # the answer to HEAD has no body; a token that expired is answered so
     answered = "non-2xx status" in text or "Header missing" in text
     return Failed(Failure.IO) if answered else UNREACHABLE
 
 
-def _open(url: RemoteUrl, time_s: float) -> Any:
+def _open(url: RemoteUrl, options: dict[str, Any], time_s: float) -> Any:
+    """Open a store whose requests end within a time."""
     if url.scheme == "file":
         if not Path(url.bucket).is_dir():
             raise Refused(f"{url.bucket} is no directory; mount or make it")
         return LocalStore(url.bucket)
-    client: dict[str, Any] = {
+    client: Any = {
+        **({"root_certificate": Path(url.ca).read_bytes()} if url.ca else {}),
         "connect_timeout": timedelta(seconds=min(_CONNECT_S, time_s)),
         "timeout": timedelta(seconds=time_s),
         "allow_http": url.endpoint.startswith("http://"),
     }
-    if url.ca:
-        client["root_certificate"] = Path(url.ca).read_bytes()
     retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=time_s)}
-    secret = Path(url.secret_file).read_text(encoding="utf-8").split() if url.secret_file else []
-    options: Any = {"client_options": client, "retry_config": retry}
+    store: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[url.scheme]
+    return store(url.bucket, client_options=client, retry_config=retry, **options)
+
+
+def _options(url: RemoteUrl) -> dict[str, Any]:
+    """Return what the URL and its secret's file say of a bucket."""
+    text = Path(url.secret_file).read_text(encoding="utf-8") if url.secret_file else ""
+    secret, options = text.split(), dict[str, Any]()
     if url.scheme == "s3":
-        return _open_s3(url, secret, options)
+        return _options_s3(url, secret)
     if url.scheme == "gs":
-        if url.secret_file:
-            options["service_account_path"] = url.secret_file
+        if text:
+            options["service_account_key"] = text
         if url.endpoint:
             options["config"] = {"base_url": url.endpoint}
-        return GCSStore(url.bucket, **options)
-    if secret:
-        options["account_key"] = secret[0]
-    if url.endpoint:
-        options["endpoint"] = url.endpoint
-    return AzureStore(url.bucket, account_name=url.account or None, **options)
+    elif url.scheme == "az":
+        if secret:
+            options["account_key"] = secret[0]
+        if url.endpoint:
+            options["endpoint"] = url.endpoint
+        options["account_name"] = url.account or None
+    return options
 
 
-def _open_s3(url: RemoteUrl, secret: Sequence[str], options: Any) -> Any:
+def _options_s3(url: RemoteUrl, secret: Sequence[str]) -> dict[str, Any]:
     if url.secret_file and len(secret) not in (2, 3):
         raise Refused(
             f"secret_file={url.secret_file} does not have two lines, the key's id and the key"
         )
     names = ("access_key_id", "secret_access_key", "session_token")
-    options |= dict(zip(names, secret, strict=False))
+    options: dict[str, Any] = dict(zip(names, secret, strict=False))
     if url.endpoint:
         options["endpoint"] = url.endpoint
     if url.region or url.endpoint:
         options["region"] = url.region or "us-east-1"
-    return S3Store(
-        url.bucket,
-        virtual_hosted_style_request=url.virtual_hosts or not url.endpoint,
-        unsigned_payload=True,
-        **options,
-    )
+    options["virtual_hosted_style_request"] = url.virtual_hosts or not url.endpoint
+    options["unsigned_payload"] = True
+    return options

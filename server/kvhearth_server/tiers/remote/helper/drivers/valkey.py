@@ -45,6 +45,7 @@ _SCAN = 1000
 _ASKING = 2
 """Threads that ask and remove."""
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "AuthenticationFailed", "invalid password")
+_READ_ONLY = ("ReadOnly", "READONLY", "No primary node")
 _T = TypeVar("_T")
 _ALONE: Any = (GlideClient, GlideClientConfiguration, AdvancedGlideClientConfiguration)
 _CLUSTER: Any = (
@@ -69,7 +70,9 @@ class ValkeyDriver(Driver):
         super().__init__(url)
         self._pool = ThreadPoolExecutor(_ASKING, "kvhearth-valkey")
         self._local = threading.local()
-        self._options, self._tls = _options(url)
+
+    def _reopen(self) -> None:
+        self._opened = _options(self.url)
 
     def _client(self, deadline: float) -> _Client:
         """Return this thread's client whose deadline is the longest one before ``deadline``.
@@ -78,14 +81,20 @@ class ValkeyDriver(Driver):
             exceptions.GlideError: no server can be reached.
         """
         time_ms = round(1000 * time_class(deadline))
-        clients: dict[int, _Client] = self._local.__dict__.setdefault("clients", {})
+        opened, kept = self._opened, self._local.__dict__
+        if kept.get("opened") is not opened:
+            for each in kept.get("clients", {}).values():
+                each.close()
+            kept |= {"opened": opened, "clients": {}}
+        clients: dict[int, _Client] = kept["clients"]
         if time_ms not in clients:
+            options, tls = opened
             client, configuration, advanced = _CLUSTER if self.url.cluster else _ALONE
             clients[time_ms] = client.create(
                 configuration(
-                    **self._options,
+                    **options,
                     request_timeout=time_ms,
-                    advanced_config=advanced(min(time_ms, _CONNECT_MS), self._tls),
+                    advanced_config=advanced(min(time_ms, _CONNECT_MS), tls),
                 )
             )
         return clients[time_ms]
@@ -149,7 +158,8 @@ class ValkeyDriver(Driver):
         lengths = await self._lengths([self.prefix + name for name in names], deadline)
         if not isinstance(lengths, list):
             return [lengths] * len(names)
-        return [Done() if length == size else Missing() for length in lengths]
+        known: dict[int, Outcome] = {0: Missing(), size: Done()}
+        return [known.get(length, Corrupt("remote")) for length in lengths]
 
     async def _lengths(self, keys: Sequence[Any], deadline: float) -> list[int] | Outcome:
         """Return the length of each value, 0 for none."""
@@ -214,12 +224,12 @@ def outcome_of(error: exceptions.GlideError) -> Outcome:
         return DENIED
     if isinstance(error, exceptions.TimeoutError):
         return TIMEOUT
+    if any(word in text for word in _READ_ONLY):
+        return Failed(Failure.READ_ONLY)
     if isinstance(error, exceptions.ConnectionError | exceptions.ClosingError):
         return UNREACHABLE
     if "OOM" in text:
         return Failed(Failure.NO_SPACE)
-    if "READONLY" in text:
-        return Failed(Failure.READ_ONLY)
     if "buffer" in text.lower():
         return Corrupt("remote")
     return Failed(Failure.IO)
@@ -236,6 +246,8 @@ def _options(url: RemoteUrl) -> tuple[dict[str, Any], TlsAdvancedConfiguration |
         key = Path(url.key).read_bytes() if url.key else None
     except OSError as error:
         raise Refused(f"{url.place}: {error.filename} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise Refused(f"{url.place}: secret_file={url.secret_file} is no text") from None
     if url.user and not secret:
         raise Refused(f"{url.place}: user={url.user} needs secret_file=/path with its password")
     tls = url.scheme == "valkeys"
