@@ -23,7 +23,6 @@ from kvhearth_server.tiers.remote.names import LAYOUT, MARK_NAME
 from kvhearth_server.tiers.remote.url import lifecycle_rule, parse_remote
 
 obstore = pytest.importorskip("obstore")
-from kvhearth_server.tiers.remote.helper.drivers.objects import ObjectDriver  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -97,6 +96,8 @@ def test_what_is_listed_is_removed_before_more_is(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A bucket may have more objects than memory holds."""
+    from kvhearth_server.tiers.remote.helper.drivers.objects import ObjectDriver
+
     listed, removed = list[str](), list[str]()
 
     class Endless(ObjectDriver):

@@ -121,11 +121,18 @@ def test_a_remote_that_refuses_for_a_moment_gets_the_blocks_later(
     assert put_keys(mover) == keys(*range(4))
 
 
+@pytest.mark.parametrize("asked", [False, True])
 def test_what_finds_no_staging_is_left_out_with_all_behind_it_until_it_is_used(
-    tier_rig: MakeRig,
+    tier_rig: MakeRig, asked: bool
 ) -> None:
     rig = tier_rig(local=False, remote=True, policy=ALL)
     session, mover = rig.attach(), rig.mover
+    if asked:
+        mover.held = True
+        rig.put(session, keys(*range(4)))
+        rig.turn(4)
+        assert [each.keys for each in mover.requests] == [keys(*range(4))]
+        mover.held = False
     mover.refusal = Throttled("queue")  # type: ignore[arg-type]
     rig.put(session, keys(*range(4)))
     rig.turn(4)

@@ -119,13 +119,18 @@ class Publisher:
             self._stalled, self._again_at = False, 0.0
         if completion.final:
             del self._stores[completion.ticket]
-            state = self._core.state
-            for outcome, rows in completion.parts:
-                if isinstance(outcome, Failed | Throttled):
-                    state.count("publish_failed", len(rows), outcome.reason)
+            self._count_unpublished(completion)
             published, wrong = completion.rows(Done), completion.rows(Corrupt)
             self._call(self._core.publishing.resolve, batch, published, wrong)
         return True
+
+    def _count_unpublished(self, completion: Completion) -> None:
+        state = self._core.state
+        for outcome, rows in completion.parts:
+            if isinstance(outcome, Throttled):
+                state.count("publish_skipped", len(rows), outcome.reason)
+            elif isinstance(outcome, Failed):
+                state.count("publish_failed", len(rows), outcome.reason)
 
     # -- blocks that the last tier of the daemon's own drops ---------------------------------------
 
@@ -179,9 +184,7 @@ class Publisher:
             state.count("published_blocks", len(good))
             size = batch.family.length * batch.family.shards
             state.count("published_bytes", len(good) * size)
-            for outcome, rows in completion.parts:
-                if isinstance(outcome, Failed | Throttled):
-                    state.count("publish_failed", len(rows), outcome.reason)
+            self._count_unpublished(completion)
             return True
         assert facts is not None
         self._skip_leaving(len(batch.keys) - len(good), "leaving")

@@ -516,6 +516,6 @@ REMOTE: tuple[Metric, ...] = (
         "Blocks whose publishing failed, by reason.",
         "Alert: a remote that fails or denies.",
         "reason",
-        {"denied", "io", "no_space", "timeout", "unreachable"},
+        {"denied", "io", "no_space", "read_only", "timeout", "unreachable"},
     ),
 )

@@ -62,7 +62,9 @@ from kvhearth_server.tiers.remote.process import Mover
 from kvhearth_server.tiers.remote.record import Suspect
 
 READ_S, WRITE_S, EXISTS_S = 2.0, 10.0, 1.0
-"""Deadlines of requests to the mover, which ends a helper that misses one. A store asks first."""
+"""Deadlines of requests to the mover, which ends a helper that misses one. A store has two: it asks
+before it sends.
+"""
 BATCH_BLOCKS_MAX = 512
 START_S = 2.0
 """Time that a helper process may take to start before that is a problem."""
@@ -222,7 +224,7 @@ class RemoteTier(Tier):
             ticket = self._put(store, space)
         else:
             ask = Exists(space, batch.family, store.keys)
-            ticket = self._submit("ask", ask, EXISTS_S, partial(self._asked, store, space))
+            ticket = self._submit("ask", ask, WRITE_S, partial(self._asked, store, space))
         if isinstance(ticket, Throttled):
             return self.counts.refused("stores", ticket, len(batch.keys))
         self.counts.add("stores_present", len(batch.keys) - len(rows))
