@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.cached import CachedEngine, cached_engine
 from support.daemon import Daemon, running_daemon, until
@@ -13,11 +14,14 @@ from support.http_door import Scrape
 from support.raw_door import new_keys
 from support.remote_raw import gateway
 
+import kvhearth
+from kvhearth.client import KVClient
 from kvhearth.connectors.core.block_feed import BlockFeed
 from kvhearth.contract import namespace_digest
 from kvhearth.errors import Reason
 from kvhearth.model import Tier
 from kvhearth_lab.harness import HUNG_S
+from kvhearth_lab.harness.engine import contract_of
 
 DAEMON: dict[str, object] = {}
 
@@ -25,8 +29,8 @@ DAEMON: dict[str, object] = {}
 class Subscriber:
     """Replays what a feed tells."""
 
-    def __init__(self, engine: CachedEngine) -> None:
-        self.feed = BlockFeed(engine.client)
+    def __init__(self, client: KVClient) -> None:
+        self.feed = BlockFeed(client)
         self._tiers: dict[bytes, Tier] = {}
 
     def hears(self, keys: Sequence[bytes], tier: Tier) -> None:
@@ -44,16 +48,16 @@ class Subscriber:
 @contextlib.contextmanager
 def subscriber(engine: CachedEngine) -> Iterator[Subscriber]:
     """Yield somebody who follows an engine's blocks."""
-    found = Subscriber(engine)
+    found = Subscriber(engine.client)
     try:
         yield found
     finally:
         assert found.feed.close(HUNG_S)
 
 
-def evict(daemon: Daemon, engine: CachedEngine, tier: str) -> None:
+def evict(daemon: Daemon, client: KVClient, tier: str) -> None:
     """Evict all of an engine's blocks from a tier."""
-    space = namespace_digest("default", engine.client.contract).hex()
+    space = namespace_digest("default", client.contract).hex()
     daemon.operator().evict(space, 0, tier)
 
 
@@ -71,7 +75,7 @@ def test_a_subscriber_knows_what_is_there(tmp_path: Path, *, remote: bool) -> No
         assert engine.store(keys[:40]).stored == 40
         heard.hears(keys[:40], Tier.DRAM)
         until(lambda: daemon.counters()["demoted_blocks"] == 40, "they are saved")
-        evict(daemon, engine, "memory")
+        evict(daemon, engine.client, "memory")
         heard.hears(keys[:40], Tier.SSD)
         assert engine.load(keys[:40], wait_s=HUNG_S).usable_blocks == 40
         heard.hears(keys[:40], Tier.DRAM)
@@ -80,7 +84,7 @@ def test_a_subscriber_knows_what_is_there(tmp_path: Path, *, remote: bool) -> No
         heard.hears(keys[:40], Tier.DRAM)
         assert engine.store(keys[40:]).stored == 20
         heard.hears(keys, Tier.DRAM)
-        evict(daemon, engine, "all")
+        evict(daemon, engine.client, "all")
         heard.hears([], Tier.NOWHERE)
 
 
@@ -126,3 +130,27 @@ def test_bad_cursors_have_reasons_and_lost_events_are_told() -> None:
         found = client.events(begun.cursor)
         assert (found.events, found.lost, found.reason) == ([], 1, "")
         assert Scrape(daemon).of("events_lost_total") == 1
+
+
+def test_the_smallest_messages_are_enough(tmp_path: Path) -> None:
+    """For what memory and the SSD have, and for events about one block each."""
+    options = {"memory": "64MiB", "message_bytes_max": "64KiB", "slot_bytes_min": 4096}
+    ssd = {"ssd_dirs": [f"{tmp_path}/ssd=256MiB"], "ssd_segment_bytes": "2MiB"}
+    contract, pages = contract_of(4096), np.zeros((3000, 4096), np.uint8)
+    with (
+        running_daemon(**options, **ssd) as daemon,
+        kvhearth.open(daemon.url(), contract, wait_s=HUNG_S) as cache,
+    ):
+        heard = Subscriber(cache.client)
+        keys = new_keys(3000)
+        assert cache.store(keys[:1500], pages[:1500]).result(HUNG_S).stored == 1500
+        heard.hears(keys[:1500], Tier.DRAM)
+        for each in keys[1500:]:
+            assert cache.store([each], pages[:1]).result(HUNG_S).stored == 1
+        heard.hears(keys, Tier.DRAM)
+        until(lambda: daemon.counters()["demoted_blocks"] == 3000, "they are saved")
+        evict(daemon, cache.client, "memory")
+        assert heard.feed.close(HUNG_S)
+        late = Subscriber(cache.client)
+        late.hears(keys, Tier.SSD)
+        assert late.feed.close(HUNG_S)

@@ -80,6 +80,19 @@ class FollowingMachine(RuleBasedStateMachine):
         self.rig.want(self.session, keys(*numbers), kv_group=kv_group)
         self.rig.settle()
 
+    @rule(numbers=NUMBERS, turns=st.integers(0, 2), write_ends=st.booleans())
+    def report(self, numbers: list[int], turns: int, *, write_ends: bool) -> None:
+        """Remove blocks as corrupt, maybe while they are written to the lower tier."""
+        self.rig.put(self.session, keys(*numbers))
+        self.rig.tier.held = not write_ends
+        self.rig.turn(turns)
+        self.rig.tier.held = False
+        for each in keys(*numbers):
+            if (head := self.rig.head(self.session, each)) >= 0:
+                self.rig.remove_bad(head)
+        self.known()
+        self.rig.settle()
+
     @rule(copies=st.booleans())
     def void(self, *, copies: bool) -> None:
         """Make all blocks invalid, or drop what the lower tier has; then store others."""

@@ -100,9 +100,9 @@ def test_after_another_boot_only_the_difference_is_told(rig: Rig) -> None:
     told = rig.read(stale, events((B, SSD), listing=True), events((C, DRAM)))
     assert rig.client.asked.count("") == 2, "it begins anew"
     assert told == [
-        BlockChange(0, A, DRAM, NOWHERE),
         BlockChange(0, B, DRAM, SSD),
         BlockChange(0, C, NOWHERE, DRAM),
+        BlockChange(0, A, DRAM, NOWHERE),
     ]
 
 
@@ -153,3 +153,19 @@ def test_the_blocks_known_are_bounded() -> None:
     assert known.left_out == 1
     known.apply(events((A, NOWHERE), (C, DRAM)))
     assert [change.key for change in known.take()] == [A, C]
+
+
+def test_a_list_of_any_length_is_applied_in_parts() -> None:
+    """What it has not told yet makes room for what it tells, and comes back when it is told."""
+    known = KnownBlocks(blocks_max=2)
+    known.apply(events((A, DRAM), (B, DRAM)))
+    known.take()
+    told = list[BlockChange]()
+    for number, key in enumerate((C, B, *(bytes([each]) * 32 for each in range(200, 250)))):
+        known.apply(events((key, DRAM), lost=number == 0, listing=number < 51))
+        told += known.take()
+        assert len(known._tiers) <= 2
+    assert known.left_out == 50
+    there = {change.key: change.now for change in told}
+    assert there == {A: NOWHERE, B: DRAM, C: DRAM}
+    assert not known._unlisted

@@ -101,6 +101,18 @@ def test_dicts_do_not_grow_at_the_same_time() -> None:
     assert most < 20_000
 
 
+def test_a_list_of_keys_is_cut_also_within_a_part() -> None:
+    found, keys = KeyMap(), keys_of(range(100_000))
+    found.add(keys, range(len(keys)))
+    assert max(map(len, found._parts)) > 400
+    listed, place = list[bytes](), 0
+    while place >= 0:
+        some, place = found.list_parts(place, 300)
+        assert 0 < len(some) <= 300
+        listed += some
+    assert sorted(listed) == sorted(keys)
+
+
 def test_the_collector_does_not_go_through_keys() -> None:
     index = SsdIndex()
     index.bind(NAMESPACE, 0, keys_of(range(1000)), 1, rows(1000, 1))

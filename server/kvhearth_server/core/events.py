@@ -17,8 +17,8 @@ from kvhearth_server.core.namespaces import Namespace
 
 KEYS_MAX = 1 << 18
 """Keys of all logs; the tenants have equal parts, and so have the logs of a tenant."""
-EVENT_KEYS_MAX = 1024
-"""Most keys of one event."""
+EVENT_KEYS_MAX = 512
+"""Most keys of one event: the smallest message that is allowed holds them."""
 
 
 class EventKind(enum.StrEnum):

@@ -6,7 +6,7 @@ import enum
 
 import numpy as np
 
-from kvhearth.model import I64, Bools, Tier
+from kvhearth.model import I64, Tier
 from kvhearth_server.core.actions import Mark
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.holds import lose_pins
@@ -53,9 +53,6 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cau
     spec = namespace.contract.groups[kv_group]
     segment = state.segment_of[namespace.tenant]
     keys = state.index.unbind(number, kv_group, heads)
-    copy_state = (table.copy_state[heads] == CopyState.SAVED) & (
-        table.epoch[heads] == namespace.epoch
-    )
     table.copy_state[heads] = CopyState.NOT
     slots = table.all_shards(heads, spec.shards).reshape(-1)
     table.bump(slots)
@@ -78,33 +75,24 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cau
         place = (number, str(cause))
         state.evictions[place] = state.evictions.get(place, 0) + len(heads)
         state.evicted_at.append(table.used_at[heads])
-    if number in state.events:
-        # A block removed as wrong is told as gone: a good copy on the lower tier is promoted, and
-        # told again.
-        saved = copy_state if cause in EVICTIONS else np.zeros_like(copy_state)
-        tell_gone(state, namespace, kv_group, keys, cause, saved)
+    tell_gone(state, namespace, kv_group, keys, cause)
 
 
 def tell_gone(
-    state: CoreState,
-    namespace: Namespace,
-    kv_group: int,
-    keys: list[bytes],
-    cause: str,
-    saved: Bools | None = None,
+    state: CoreState, namespace: Namespace, kv_group: int, keys: list[bytes], cause: str
 ) -> None:
-    """Tell those who follow a namespace of blocks that are not in memory any more.
-
-    Args:
-        saved: (n,), those that the daemon's own lower tier has; None for none.
+    """Tell those who follow a namespace where blocks are that may have left a tier; nothing of
+    those that are in memory.
     """
     if namespace.number not in state.events:
         return
+    heads = state.index.find(namespace.number, kv_group, keys)
+    here = (heads >= 0) & (state.table.epoch[heads] == namespace.epoch)
+    keys = [keys[row] for row in np.flatnonzero(~here).tolist()]
     tiers = np.zeros(len(keys), np.uint8)
     if state.lower_tier is not None:
         tiers[state.lower_tier.shared_has(namespace, kv_group, keys)] = Tier.REMOTE
-    if saved is not None:
-        tiers[saved] = Tier.SSD
+        tiers[state.lower_tier.present(namespace, kv_group, keys)] = Tier.SSD
     for tier in (Tier.SSD, Tier.REMOTE, Tier.NOWHERE):
         if names := [keys[row] for row in np.flatnonzero(tiers == tier).tolist()]:
             kind = EventKind.MOVED if tier else EventKind.REMOVED

@@ -8,7 +8,7 @@ from kvhearth.model import I64, U32, Bools
 from kvhearth_server.core.holds import hold, hold_room, unhold
 from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.removal import Cause, remove_blocks
+from kvhearth_server.core.removal import Cause, remove_blocks, tell_gone
 from kvhearth_server.core.slot_table import CopyState
 from kvhearth_server.core.state import CoreState
 
@@ -172,6 +172,8 @@ class Writeback(Copies):
         late = heads[again][alive[again]]
         state.writeback_queue.put_back(late, state.table.generation[late].copy())
         self._remove_wrong(heads[wrong][alive[wrong]], "demotion")
+        late_saved = [batch.keys[row] for row in saved[~alive[saved]].tolist()]
+        tell_gone(state, batch.namespace, batch.kv_group, late_saved, "")
         state.count("demoted_blocks", len(saved))
         state.count("demoted_bytes", len(saved) * batch.block_bytes)
         return len(saved)

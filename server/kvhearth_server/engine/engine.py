@@ -370,8 +370,13 @@ class Engine:
         extents would not fit into a message.
         """
         shards = max(group.shards for group in contract.groups)
-        room = self.shell.message_bytes_max - _MESSAGE_FRAME_BYTES
-        return max(1, min(self.limits.keys_max, room // (EXTENT_BYTES * shards + KEY_BYTES_MAX)))
+        most = self.message_room // (EXTENT_BYTES * shards + KEY_BYTES_MAX)
+        return max(1, min(self.limits.keys_max, most))
+
+    @property
+    def message_room(self) -> int:
+        """Bytes of a message for what it is about."""
+        return self.shell.message_bytes_max - _MESSAGE_FRAME_BYTES
 
     def leave(self, session: Session, *, finished: bool) -> None:
         """End a session whose attach socket closed. ``finished``: it said goodbye first."""

@@ -56,6 +56,8 @@ PREFETCHED_PER_TURN_MAX = 256
 
 TOLD_PER_TURN_MAX = 2048
 """Blocks that an answer about events names: about a millisecond."""
+_EVENT_BYTES = 48
+"""Bytes of an event in a message, without its keys."""
 
 Verify = Callable[[list[I64]], Awaitable[int]]
 _log = get_logger("kvhearth.client")
@@ -501,11 +503,14 @@ class Dispatcher:
         self, request: cache_pb2.EventsRequest, caller: CallContext
     ) -> cache_pb2.EventsResponse:
         engine, namespace = self._engine, caller.namespace
+        # Each block may have an event of its own.
+        most = engine.message_room // (caller.contract.hash_bytes + _EVENT_BYTES)
+        most = min(most, TOLD_PER_TURN_MAX)
         found = engine.core.following.read(
             caller.session,
             request.epoch,
             _cursor(request.cursor, engine.boot_id, namespace),
-            min(request.blocks_max or TOLD_PER_TURN_MAX, TOLD_PER_TURN_MAX),
+            min(request.blocks_max or most, most),
             engine.now(),
         )
         engine.counters.add("events_lost", found.lost)

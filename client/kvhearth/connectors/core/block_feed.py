@@ -66,9 +66,10 @@ class KnownBlocks:
         self._blocks_max = blocks_max
         self._tiers: dict[_Name, Tier] = {}
         self._changed: dict[_Name, Tier] = {}
-        """By block that has changed, where it was when that was told last."""
-        self._listed: dict[_Name, Tier] | None = None
-        """What was listed so far, while a list is read."""
+        """By block that is elsewhere than was told last, what was told."""
+        self._unlisted: set[_Name] = set()
+        """While a list is read, known blocks that it has not told yet."""
+        self._listing = False
 
     @property
     def changed(self) -> bool:
@@ -78,33 +79,32 @@ class KnownBlocks:
     def apply(self, found: EventsResult) -> None:
         """Enter the events that were read from ``cursor`` on."""
         if found.lost or not self.cursor:
-            self._listed = {}
+            self._listing, self._unlisted = True, set(self._tiers)
         self.cursor = found.cursor
-        if self._listed is None:
-            for event in found.events:
-                for key in event.keys:
-                    self._enter((event.group, key), event.tier)
-            return
         for event in found.events:
-            self._listed.update({(event.group, key): event.tier for key in event.keys})
-        if not found.listing:
-            self._enter_list(self._listed)
+            for key in event.keys:
+                self._enter((event.group, key), event.tier)
+        if self._listing and not found.listing:
+            self._end_list()
 
-    def _enter_list(self, listed: dict[_Name, Tier]) -> None:
-        self._listed = None
-        for name in [name for name in self._tiers if name not in listed]:
-            self._enter(name, Tier.NOWHERE)
-        for name, tier in listed.items():
-            self._enter(name, tier)
+    def _end_list(self) -> None:
+        """Enter as gone what the list has not told."""
+        self._listing = False
+        while self._unlisted:
+            self._enter(self._unlisted.pop(), Tier.NOWHERE)
 
     def _enter(self, name: _Name, tier: Tier) -> None:
+        self._unlisted.discard(name)
         before = self._tiers.get(name, Tier.NOWHERE)
         if tier == before:
             return
         if not before and len(self._tiers) >= self._blocks_max:
-            self.left_out += 1
-            return
-        self._changed.setdefault(name, before)
+            if not self._unlisted:
+                self.left_out += 1
+                return
+            self._enter(self._unlisted.pop(), Tier.NOWHERE)
+        if self._changed.setdefault(name, before) == tier:
+            del self._changed[name]
         if tier:
             self._tiers[name] = tier
         else:
@@ -112,8 +112,8 @@ class KnownBlocks:
 
     def forget(self) -> None:
         """Enter all blocks as gone, and begin anew."""
-        self.cursor = ""
-        self._enter_list({})
+        self.cursor, self._unlisted = "", set(self._tiers)
+        self._end_list()
 
     def tell_again(self) -> None:
         """Let ``take`` return all blocks as new: those who were told have forgotten them."""
@@ -123,12 +123,11 @@ class KnownBlocks:
         """Return what has changed since the last call, in the order of the first changes, or the
         first ``TAKEN_MAX`` of it.
         """
-        changes = []
-        for name in list(islice(self._changed, TAKEN_MAX)):
-            before, now = self._changed.pop(name), self._tiers.get(name, Tier.NOWHERE)
-            if before != now:
-                changes.append(BlockChange(*name, before, now))
-        return changes
+        names = list(islice(self._changed, TAKEN_MAX))
+        return [
+            BlockChange(*name, self._changed.pop(name), self._tiers.get(name, Tier.NOWHERE))
+            for name in names
+        ]
 
 
 class BlockFeed:

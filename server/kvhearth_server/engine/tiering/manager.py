@@ -18,6 +18,7 @@ from kvhearth_server.core.lookup import hit_blocks
 from kvhearth_server.core.lower_tier import Below, PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
+from kvhearth_server.core.removal import tell_gone
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.engine.tiering.promotion import Promoter
 from kvhearth_server.engine.tiering.publishing import Publisher
@@ -251,7 +252,7 @@ class Tiering:
         if found is None:
             return 0
         self._call(self._core.writeback.lost, namespace, found.group, found.keys)
-        self.names.publish_removed(namespace, found.group, found.keys, found.cause)
+        tell_gone(self._core.state, namespace, found.group, found.keys, found.cause)
         return len(found.keys)
 
     # -- up ----------------------------------------------------------------------------------------
@@ -379,7 +380,7 @@ class Tiering:
             self.promoter.found_wrong(namespace, evicted.group, keys)
         elif namespace is not None:
             self._core.writeback.lost(namespace, evicted.group, keys)
-            self.names.publish_removed(namespace, evicted.group, keys, evicted.cause)
+            tell_gone(self._core.state, namespace, evicted.group, keys, evicted.cause)
 
 
 _TURN_S = 0.001

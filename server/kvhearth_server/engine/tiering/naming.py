@@ -11,7 +11,6 @@ from kvhearth.model import I64, Records
 from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import BlockBatch
 from kvhearth_server.core.namespaces import Namespace
-from kvhearth_server.core.removal import tell_gone
 from kvhearth_server.tiers.base import ADDRESS_DTYPE, BlockSpec, Identity, StoreBatch
 
 
@@ -91,12 +90,3 @@ class BlockNaming:
         places["region"] = extents["segment"].reshape(slots.shape)
         places["offset"] = extents["offset"].reshape(slots.shape)
         return places
-
-    def publish_removed(
-        self, namespace: Namespace, kv_group: int, keys: list[bytes], cause: str
-    ) -> None:
-        """Tell of the keys lost by the tier that are not in memory either."""
-        state = self._core.state
-        heads = state.index.find(namespace.number, kv_group, keys)
-        gone = [key for key, head in zip(keys, heads.tolist(), strict=True) if head < 0]
-        tell_gone(state, namespace, kv_group, gone, cause)

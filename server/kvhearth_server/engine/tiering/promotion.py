@@ -16,6 +16,7 @@ from kvhearth_server.core.core import Core
 from kvhearth_server.core.lower_tier import PromotionRequest
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.promotion import Promotion, Requester
+from kvhearth_server.core.removal import tell_gone
 from kvhearth_server.engine.tiering.naming import BlockNaming
 from kvhearth_server.observability.counters import SECONDS_BOUNDS, Histogram
 from kvhearth_server.observability.logs import get_logger
@@ -324,8 +325,8 @@ class Promoter:
             lost = [key for key, absent in zip(keys, gone.tolist(), strict=True) if absent]
             self._core.writeback.lost(request.namespace, request.kv_group, lost)
             if isinstance(outcome, Failed) and outcome != Failed(Failure.CANCELLED):
-                self._names.publish_removed(
-                    request.namespace, request.kv_group, lost, outcome.reason
+                tell_gone(
+                    self._core.state, request.namespace, request.kv_group, lost, outcome.reason
                 )
         called_off = [r for outcome, r in completion.parts if outcome == Failed(Failure.CANCELLED)]
         for requester in load.promotion.requesters if called_off else ():
@@ -341,7 +342,7 @@ class Promoter:
         self.count_wrong(len(keys))
         if namespace is not None:
             self.store_again(namespace, kv_group, keys)
-            self._names.publish_removed(namespace, kv_group, keys, "checksum")
+            tell_gone(self._core.state, namespace, kv_group, keys, "checksum")
 
     def count_wrong(self, blocks: int, where: str = "ssd") -> None:
         """Count and log copies in a tier that were corrupt."""

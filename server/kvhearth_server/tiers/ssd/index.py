@@ -24,6 +24,8 @@ _PARTS = 256
 _NUMBERS = 1 << 12
 _SHIFT = 51
 """A dict uses the lowest bits of a hash, so the part is chosen by the highest ones."""
+_PLACES = 256
+"""Places of a part in a list of all keys."""
 
 
 class KeyMap:
@@ -81,14 +83,28 @@ class KeyMap:
         return taken
 
     def list_parts(self, place: int, count: int) -> tuple[list[bytes], int]:
-        """List the keys of whole parts, from part ``place`` on, until there are ``count`` or more;
-        return them with the next part, -1 after the last one. A key never changes its part.
+        """List the keys of as many places as have ``count`` keys, but of one at least; return them
+        with the next place, -1 after the last one. A key never changes its place.
         """
         keys = list[bytes]()
-        while place < _PARTS and len(keys) < count:
-            keys += self._parts[place]
-            place += 1
-        return keys, -1 if place >= _PARTS else place
+        while place < _PARTS * _PLACES:
+            number, first = divmod(place, _PLACES)
+            part = self._parts[number]
+            if not first and len(keys) + len(part) <= count:
+                keys += part
+                place += _PLACES
+                continue
+            if keys:
+                break
+            places: list[list[bytes]] = [[] for _ in range(_PLACES)]
+            for key in part:
+                places[hash(key) % _PLACES].append(key)
+            for some in places[first:]:
+                if keys and len(keys) + len(some) > count:
+                    break
+                keys += some
+                place += 1
+        return keys, -1 if place >= _PARTS * _PLACES else place
 
     def _homes(self, keys: Sequence[bytes]) -> list[dict[bytes, int]]:
         """Return the dict of each key; no line of Python runs for each of a restart's millions."""
