@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,24 +21,31 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
 )
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
+    Medium,
+    OffloadKey,
     ReqContext,
     ScheduleEndContext,
     make_offload_key,
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.request import Request
 
 CHUNKS = 12
 CHUNK_BYTES = 4 << 20
 PRIMARY_CHUNKS = 16
 WAIT_S = 300.0
-KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(CHUNKS)]
+KEYS = [make_offload_key(bytes([number + 1]) * 32, 0) for number in range(CHUNKS)]
 
 
 def chunks() -> np.ndarray:
@@ -91,7 +98,8 @@ class Engine:
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
         )
         connector = OffloadingConnector(config, KVConnectorRole.SCHEDULER, blocks)
-        self.manager = connector.scheduler.manager
+        self.scheduler = connector.scheduler
+        self.manager = self.scheduler.manager
         (self.tier,) = self.manager.secondary_tiers
         primary = self.manager.primary_tier
         self.mapped = primary._mmap_region.mmap_obj
@@ -116,15 +124,32 @@ class Engine:
             self.step()
             time.sleep(0.002)
 
-    def store(self) -> list[bool]:
-        """Store the chunks as a GPU's worker would, and wait; return the jobs' results."""
+    def store(self, keys: Sequence[OffloadKey] = KEYS, request: Any = None) -> list[bool]:
+        """Store chunks as a GPU's worker would, and wait; return the jobs' results."""
+        request = request or self.request
         self._stored.clear()
-        out = self.manager.prepare_store(KEYS, self.request)
+        out = self.manager.prepare_store(keys, request)
         for key, row in zip(out.keys_to_store, out.store_spec.chunk_ids, strict=True):
-            self.rows[row] = chunks()[KEYS.index(key)]
-        self.manager.complete_store(KEYS, self.request)
+            self.rows[row] = chunks()[keys.index(key)]
+        self.manager.complete_store(keys, request)
         self.steps_until(lambda: not self.manager.has_pending_work(), "stores end")
         return list(self._stored)
+
+    def serve(self, name: str, prompt_chunks: int, **params: Any) -> None:
+        """Run a request of the session ``agent`` whose prompt fills so many chunks, and end it."""
+        request = Request(
+            name,
+            list(range(TOKENS * prompt_chunks)),
+            SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
+            None,
+            session_id="agent",
+            block_hasher=get_request_block_hasher(TOKENS, sha256),
+        )
+        self.scheduler.on_new_request(request)
+        state = self.scheduler._req_status[name]
+        state.update_offload_keys()
+        self.store(state.group_states[0].offload_keys, state.req_context)
+        self.manager.on_request_finished(state.req_context)
 
     def _finished(self) -> list[Any]:
         jobs = list(self._jobs_of())
@@ -234,22 +259,40 @@ def reset(model: str, options: dict[str, Any], *, shared: bool) -> dict[str, Any
         return {"stored": stored, "names": engine.looked_up(), "warnings": warnings}
 
 
-def publish(model: str, options: dict[str, Any]) -> list[int]:
+def publish(
+    model: str, options: dict[str, Any], *, algorithm: str, bytes_of_hash: int
+) -> list[int]:
     """Store the chunks, then drop the namespace; return how many the tier tells as stored and as
-    removed.
+    removed, by vLLM's own keys.
     """
 
     def told(*, removed: bool) -> int:
-        ours = [event for event in engine.events if event.ownership == "kvhearth"]
+        ours = [event for event in engine.events if event.medium is Medium.STORAGE]
+        assert {(event.ownership, event.locality) for event in ours} <= {(None, Locality.LOCAL)}
         return sum(len(set(event.keys) & set(KEYS)) for event in ours if event.removed == removed)
 
-    engine = Engine(model, options, events=True)
+    KEYS[:] = [key[-bytes_of_hash - 4 :] for key in KEYS]
+    engine = Engine(model, options, events=True, prefix_caching_hash_algo=algorithm)
     engine.store()
     engine.steps_until(lambda: told(removed=False) == CHUNKS, "stores are told")
     engine.manager.reset_cache()
     engine.steps_until(lambda: told(removed=True) == CHUNKS, "removals are told")
     engine.close()
     return [told(removed=False), told(removed=True)]
+
+
+def retain(model: str, options: dict[str, Any], *, goes_on: bool) -> dict[str, int]:
+    """Serve a request that asks to have its four chunks kept, and maybe the next of its session;
+    return the client's counters.
+    """
+    init_none_hash(sha256)
+    with running(model, options) as engine:
+        engine.serve("first", 4, kvhearth_retain_s=600, kvhearth_retain=600)
+        if goes_on:
+            engine.serve("next", 6)
+        retainer = engine.tier._retainer
+        engine.steps_until(lambda: not (retainer._wishes or retainer._over), "pins are settled")
+        return engine.tier._cache.client.counters()
 
 
 def forget(engine: Engine) -> None:

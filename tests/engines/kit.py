@@ -163,6 +163,12 @@ def warm(engine: Engine, text: Sequence[int], tokens: int = TOKENS) -> Answer:
     return engine.one(text, tokens=tokens)
 
 
+def evict(daemon: Daemon, tier: str) -> None:
+    """Evict all blocks of the only namespace from a tier."""
+    (space,) = daemon.operator().namespaces().namespaces
+    daemon.operator().evict(space.namespace, 0, tier)
+
+
 BOTH_WAYS = pytest.mark.parametrize("reach", ["unix", "remote"], scope="module", indirect=True)
 """Runs a module's tests with engines on the daemon's host, and with those of another one."""
 

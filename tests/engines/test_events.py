@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.harness import Engine, arguments, connector, running_engine
-from engines.kit import BLOCK_TOKENS, prompt, wait_attached, warm, whole_blocks
-from support.daemon import Daemon, running_daemon, until
+from engines.kit import BLOCK_TOKENS, evict, prompt, wait_attached, warm, whole_blocks
+from support.daemon import running_daemon, until
 
 LENGTH = 1000
 CPU, STORAGE = "CPU", "STORAGE"
@@ -70,11 +70,15 @@ def test_a_subscriber_knows_what_the_daemon_has(tmp_path: Path, logs: Path) -> N
             (stored,) = router.hears(CPU, count)
             assert (stored["event"], stored["parent_block_hash"]) == ("BlockStored", None)
             assert stored["token_ids"] == text[: count * BLOCK_TOKENS]
-            assert (stored["block_size"], stored["ownership"]) == (BLOCK_TOKENS, "kvhearth")
+            assert (stored["block_size"], stored.get("ownership")) == (BLOCK_TOKENS, None)
+            reach = stored["kv_cache_spec_kind"], stored.get("kv_cache_spec_sliding_window")
+            assert reach == ("full_attention", None)
             until(lambda: daemon.counters()["demoted_blocks"] == count, "they are saved")
             evict(daemon, "memory")
             moved = router.hears(STORAGE, count)
             assert not router.blocks[CPU]
+            kinds = [each["event"] for each in moved]
+            assert kinds == sorted(kinds, reverse=True), "stored before removed"
             tokens = [each["token_ids"] for each in moved if each["event"] == "BlockStored"]
             assert sum(map(len, tokens)) == count * BLOCK_TOKENS
             assert warm(engine, text)["cached"] == whole_blocks(LENGTH)
@@ -85,7 +89,24 @@ def test_a_subscriber_knows_what_the_daemon_has(tmp_path: Path, logs: Path) -> N
             assert {each["event"] for each in router.hears(STORAGE, 0)} == {"BlockRemoved"}
 
 
-def evict(daemon: Daemon, tier: str) -> None:
-    """Evict all blocks of the only namespace from a tier."""
-    (space,) = daemon.operator().namespaces().namespaces
-    daemon.operator().evict(space.namespace, 0, tier)
+def test_events_tell_the_reach_of_each_group_as_vllms_own(tmp_path: Path, logs: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    with running_daemon(memory="64MiB") as daemon:
+        flags = arguments("sliding", kv_transfer_config=connector(daemon), kv_events_config=events)
+        with running_engine(logs, **flags) as engine:
+            wait_attached(daemon)
+            engine.ask("subscribe", endpoint=endpoint)
+            engine.one(prompt("reach", LENGTH), tokens=1)
+            reaches: dict[str, dict[int, tuple[str, int | None]]] = {"GPU": {}, CPU: {}}
+
+            def both_told() -> bool:
+                for each in engine.ask("published"):
+                    window = each["kv_cache_spec_sliding_window"]
+                    reach = each["kv_cache_spec_kind"], window
+                    reaches[each["medium"]][each["group_idx"]] = reach
+                return len(reaches[CPU]) == len(reaches["GPU"]) > 1
+
+            until(both_told, "both tell all groups")
+    assert reaches[CPU] == reaches["GPU"]
+    assert any(kind == "sliding_window" and window for kind, window in reaches[CPU].values())

@@ -151,8 +151,21 @@ def test_a_reset_drops_blocks_and_what_older_weights_began(
     assert ("reset.kept_blocks" in found["warnings"]) == kept
 
 
-def test_routers_learn_what_the_tier_has(logs: Path, daemon: Daemon, model: str) -> None:
-    assert engine(logs, "publish", model, daemon) == [12, 12]
+@pytest.mark.parametrize(("algorithm", "bytes_of_hash"), [("sha256", 32), ("xxhash", 16)])
+def test_routers_learn_what_the_tier_has(
+    logs: Path, daemon: Daemon, model: str, algorithm: str, bytes_of_hash: int
+) -> None:
+    given: dict[str, Any] = {"algorithm": algorithm, "bytes_of_hash": bytes_of_hash}
+    assert engine(logs, "publish", model, daemon, **given) == [12, 12]
+
+
+@pytest.mark.parametrize(("goes_on", "retained"), [(False, 4), (True, 0)])
+def test_hints_work_as_in_the_connector(
+    logs: Path, daemon: Daemon, model: str, *, goes_on: bool, retained: int
+) -> None:
+    """A request's chunks are kept until its session's next one; a misspelt hint is counted."""
+    assert engine(logs, "retain", model, daemon, goes_on=goes_on)["hints_refused"] == 1
+    assert daemon.stats().retained_blocks == retained
 
 
 def test_bad_options_are_refused_by_name(logs: Path, daemon: Daemon, model: str) -> None:

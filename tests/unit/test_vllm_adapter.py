@@ -16,9 +16,6 @@ from kvhearth.connectors.core.engine import RequestOptions, Step
 from kvhearth.connectors.core.settings import parse_settings
 from kvhearth.connectors.core.step_metadata import Handshake
 from kvhearth.connectors.vllm.adapter import (
-    HANDOVER,
-    PREFETCH,
-    RETAIN,
     RequestReader,
     VllmPages,
     VllmSettings,
@@ -28,6 +25,7 @@ from kvhearth.connectors.vllm.adapter import (
     make_worker,
     step_of,
 )
+from kvhearth.connectors.vllm.hints import HANDOVER, PREFETCH, RETAIN
 from kvhearth.contract import Contract, GroupKind, GroupSpec
 from kvhearth.copiers import kernels
 from kvhearth.errors import KVHearthError
@@ -153,6 +151,17 @@ def test_a_hint_that_is_none_is_ignored_and_counted(wrong: Any) -> None:
     reader = RequestReader()
     asked = request(kv_transfer_params={RETAIN: wrong, PREFETCH: "yes"})
     assert reader.options_of(asked) == RequestOptions(bad_hints=2)
+
+
+def test_a_misspelt_hint_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    reader = RequestReader()
+    wrong = {"kvhearth_retain": 600, "KVHearth_prefetch": True, PREFETCH: True, "do_remote": 1}
+    found = reader.options_of(request(kv_transfer_params=wrong))
+    assert found == RequestOptions(prefetch=True, bad_hints=2)
+    (line,) = caplog.messages
+    assert "request.bad_hint" in line
+    assert "hint=kvhearth_retain" in line
+    assert "did you mean kvhearth_retain_s?" in line
 
 
 def test_demands_of_requests(tmp_path: Path) -> None:

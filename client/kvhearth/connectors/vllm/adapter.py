@@ -23,6 +23,7 @@ from kvhearth.connectors.core.scheduler import SchedulerConnector, agreed
 from kvhearth.connectors.core.settings import Settings, one_of
 from kvhearth.connectors.core.step_metadata import Geometry, Handshake
 from kvhearth.connectors.core.worker import WorkerConnector
+from kvhearth.connectors.vllm.hints import HANDOVER, HintReader
 from kvhearth.connectors.vllm.identity import (
     Adapters,
     EngineGroup,
@@ -164,11 +165,6 @@ def _bad(problem: str) -> KVHearthError:
 
 
 _TOKENS_MAX = (1 << 31) - 1
-_SECONDS_MAX = 1e9
-RETAIN, PREFETCH = "kvhearth_retain_s", "kvhearth_prefetch"
-"""Names in ``kv_transfer_params`` of the hints of agents."""
-HANDOVER = "kvhearth_tokens"
-"""Name in ``kv_transfer_params`` of the number of tokens that another engine has prefilled."""
 
 
 @dataclass(frozen=True)
@@ -224,11 +220,12 @@ class RequestReader:
     def __init__(self, *, publishes: bool = False, lora_config: Any = None) -> None:
         self._publishes = publishes
         self._adapters = Adapters(lora_config)
-        self._warnings = Warnings()
+        self._hints, self._warnings = HintReader(), Warnings()
 
     def options_of(self, request: Any) -> RequestOptions:
         """Return a request's demands from its ``kv_transfer_params`` and its adapter."""
         params, lora = request.kv_transfer_params or {}, request.lora_request
+        hints = self._hints.read(params, request.kv_hints)
         return RequestOptions(
             skips=bool(request.skip_reading_prefix_cache),
             handover_tokens=self._tokens(params, HANDOVER, 0),
@@ -237,40 +234,10 @@ class RequestReader:
             find_key_salt=None if lora is None else lambda: self._adapters.digest(lora),
             token_ids=request.all_token_ids if self._tells_tokens(request) else None,
             session_id=str(request.session_id or ""),
-            **self._hints(request, params),
+            prefetch=hints.prefetch,
+            retain_s=hints.retain_s,
+            bad_hints=hints.bad_hints,
         )
-
-    def _hints(self, request: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a request says about its KV: of its own parameters, and of an orchestrator's
-        actions.
-        """
-        asked: list[tuple[str, Any]] = []
-        if RETAIN in params:
-            asked.append(("retain", params[RETAIN]))
-        if PREFETCH in params:
-            asked.append(("prefetch", params[PREFETCH]))
-        for action in request.kv_hints.actions if request.kv_hints else ():
-            payload = action.payload
-            given = payload.get("ttl_s") if isinstance(payload, Mapping) else None
-            kind = "retain" if action.action_type in ("retain", "pin") else action.action_type
-            asked.append((kind, True if kind == "prefetch" else given))
-        found: dict[str, Any] = {"bad_hints": 0}
-        for kind, value in asked:
-            if kind == "prefetch" and type(value) is bool:
-                found["prefetch"] = value
-            elif kind == "retain" and type(value) in (int, float) and 0 < value < _SECONDS_MAX:
-                found["retain_s"] = float(value)
-            else:
-                found["bad_hints"] += 1
-                self._warnings.warn(
-                    "request.bad_hint",
-                    "a hint is ignored: kvhearth_retain_s is a number of seconds, "
-                    "kvhearth_prefetch true or false; an orchestrator's actions are retain and pin "
-                    "(with ttl_s) and prefetch",
-                    kind=kind,
-                    hint=kind,
-                )
-        return found
 
     def _tells_tokens(self, request: Any) -> bool:
         """Whether a request's tokens are published: they are all that its block hashes cover."""

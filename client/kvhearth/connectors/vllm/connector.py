@@ -36,7 +36,6 @@ from kvhearth.connectors.core.settings import parse_settings
 from kvhearth.connectors.core.step_metadata import Handshake, StepMeta, WorkerReport
 from kvhearth.connectors.core.worker import WorkerConnector
 from kvhearth.connectors.vllm.adapter import (
-    HANDOVER,
     VllmSettings,
     hash_tokens_of,
     make_scheduler,
@@ -44,7 +43,8 @@ from kvhearth.connectors.vllm.adapter import (
     step_of,
     table_of,
 )
-from kvhearth.connectors.vllm.events import clears_all, kv_events, must_step
+from kvhearth.connectors.vllm.events import GroupReach, clears_all, kv_events, must_step, reaches_of
+from kvhearth.connectors.vllm.hints import HANDOVER
 from kvhearth.connectors.vllm.identity import run_of
 from kvhearth.counters import LOGGER, log_event
 
@@ -202,6 +202,7 @@ class SchedulerRole(KVHearthConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_pool: Any = None
+        self._reaches: dict[int, GroupReach] = {}
         self._scheduler: SchedulerConnector | None = None
         self._handshake_steps = 0
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
@@ -242,6 +243,7 @@ class SchedulerRole(KVHearthConnector):
         if self._scheduler is not None:
             return
         self._handshake_steps = 0
+        self._reaches = reaches_of(self._kv_cache_config)
         self._scheduler = make_scheduler(
             self._settings,
             self._vllm_config,
@@ -355,7 +357,7 @@ class SchedulerRole(KVHearthConnector):
         """Return where blocks are in the daemon, and no more, since the last call."""
         if self._scheduler is None or self._scheduler.feed is None:
             return ()
-        return kv_events(self._scheduler.feed.take(), self._scheduler.groups)
+        return kv_events(self._scheduler.feed.take(), self._scheduler.groups, self._reaches)
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

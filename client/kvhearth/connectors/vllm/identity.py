@@ -395,7 +395,7 @@ def tier_contract(
         KVHearthError: ``bad_contract`` naming the part that is not valid.
     """
     tokens, blocks = config.cache.tokens_per_hash, config.cache.blocks_per_chunk
-    algorithm, seed = f"vllm-offload/{tokens}", ""
+    algorithm, hash_bytes, seed = f"vllm-offload/{tokens}", 32, ""
     if vllm_config is None:
         fields = _untold_fields(config.model, run, "" if live else given_revision)
     else:
@@ -405,7 +405,7 @@ def tier_contract(
             vllm_config, run, given_revision, live=live, option=TIER_OPTION, unknown=adapters
         )
         hashes = str(vllm_config.cache_config.prefix_caching_hash_algo)
-        chained, _, seed = hashing_of(hashes, tokens, run)
+        chained, hash_bytes, seed = hashing_of(hashes, tokens, run)
         algorithm = f"{chained}/offload"
     parts = json.dumps(_chunk_parts(config, vllm_config, device), sort_keys=True)
     minor = ".".join(version.split(".")[:2])
@@ -414,7 +414,7 @@ def tier_contract(
         **fields,
         kv_dtype="uint8",
         layout=f"vllm-{minor}/{config.kv_cache_layout}/{digest}",
-        hash_bytes=36,
+        hash_bytes=hash_bytes + 4,  # and the number of the KV group
         hash_algorithm=algorithm,
         hash_seed=seed,
         groups=(GroupSpec(GroupKind.FULL, tokens * blocks, page_bytes),),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from logging import WARNING
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
@@ -38,11 +40,15 @@ from vllm.version import __version__
 import kvhearth
 from kvhearth.cache import Cache
 from kvhearth.connectors.core.block_feed import BlockFeed
+from kvhearth.connectors.core.engine import Counters
+from kvhearth.connectors.core.retainer import Keys, Retainer
 from kvhearth.connectors.core.settings import CacheSettings, one_of, parse_settings
-from kvhearth.connectors.vllm.events import OWNERSHIP, must_step
+from kvhearth.connectors.vllm.events import must_step
+from kvhearth.connectors.vllm.hints import HintReader
 from kvhearth.connectors.vllm.identity import tier_contract, weights_change
 from kvhearth.counters import log_event
 from kvhearth.fail_open import parse_arguments
+from kvhearth.model import Tier
 from kvhearth.results import PromotionWait
 from kvhearth.transfer.lanes import Transfer
 
@@ -64,6 +70,25 @@ class TierSettings(CacheSettings):
     PLACE: ClassVar[str] = "secondary_tiers"
 
     on_reset: str = one_of("auto", "drop", "keep")
+
+
+@dataclass
+class _Request:
+    """What is known of a live request.
+
+    Attributes:
+        retain_s: seconds for which its chunks are wanted after its end.
+        session_id: name of its dialogue, or empty.
+        prompt_tokens: tokens of its prompt.
+        last: key that was stored or loaded last: parent of its next one.
+        outdated: whether older weights computed a part of it.
+    """
+
+    retain_s: float
+    session_id: str
+    prompt_tokens: int
+    last: bytes | None = None
+    outdated: bool = False
 
 
 class KVHearthTier(SecondaryTierManager):
@@ -110,24 +135,81 @@ class KVHearthTier(SecondaryTierManager):
             device=_device(),
         )
         self._cache = kvhearth.open(self._settings.url, self._contract)
-        self._lookup_manager = _Lookups(self._cache, tier_type)
+        self._lookup_manager = _Lookups(self._cache, tier_type, self._names)
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._feed = BlockFeed(self._cache.client) if publishes else None
         self._jobs: dict[int, tuple[TransferJob, Transfer[Any] | None]] = {}
-        # The last key of each live request that was stored or loaded: parent of its next one.
-        self._requests: dict[str, bytes | None] = {}
-        self._outdated: set[str] = set()
+        self._requests: dict[str, _Request] = {}
+        self._hints, self._counters = HintReader(), Counters()
+        self._retainer: Retainer | None = None
+        # vLLM's hashes have different lengths; where its configuration was not found, theirs is
+        # known from the first key on.
+        self._key_bytes = self._contract.hash_bytes
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Begin a request; each chunk is stored once, when it is computed."""
-        self._requests[req_context.req_id] = None
+        """Begin a request; each chunk is stored once, when it is computed.
+
+        A prefetch needs nothing more: each lookup promotes what it finds, and is waited for.
+        """
+        hints = self._hints.read(req_context.kv_transfer_params, req_context.kv_hints)
+        self._counters.add("hints_refused", hints.bad_hints)
+        request = _request_of(req_context)
+        self._requests[req_context.req_id] = _Request(
+            hints.retain_s,
+            str(getattr(request, "session_id", None) or ""),
+            int(getattr(request, "num_prompt_tokens", 0)),
+        )
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget a request; none of its jobs is submitted after this."""
+        """Forget a request; none of its jobs is submitted after this. Its chunks are retained if it
+        has asked so, and those of its session's last request no more.
+        """
         self._lookup_manager.cleanup(req_context.req_id)
-        self._requests.pop(req_context.req_id, None)
-        self._outdated.discard(req_context.req_id)
+        request = self._requests.pop(req_context.req_id, None)
+        if request is None or request.outdated:
+            return
+        if self._retainer is not None and request.session_id:
+            self._retainer.resume(request.session_id, lambda: self._keys_of(req_context)[0])
+        if request.retain_s:
+            self._retain(req_context, request)
+
+    def _retain(self, context: ReqContext, request: _Request) -> None:
+        if self._retainer is None:
+            self._retainer = Retainer(self._cache.client, self._counters, self._storing)
+        keys, ends = self._keys_of(context)
+        if ends:
+            prompt = sum(end <= request.prompt_tokens for end in ends)
+            name = request.session_id or context.req_id
+            self._retainer.retain(name, keys, request.retain_s, {0: prompt})
+
+    def _keys_of(self, context: ReqContext) -> tuple[Keys, list[int]]:
+        """The names of a request's chunks in the order of their tokens, and where these end."""
+        positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+        placed = sorted((end, self._name(key)) for key, end in positions.items())
+        return {0: [name for _, name in placed]}, [end for end, _ in placed]
+
+    def _storing(self, keys: Keys) -> bool:
+        """Whether some of these are still being stored. On the retainer's thread."""
+        wanted = {name for names in keys.values() for name in names}
+        return any(
+            not wanted.isdisjoint(map(self._name, job.keys))
+            for job, _ in list(self._jobs.values())
+            if not job.is_promotion
+        )
+
+    def _name(self, key: bytes) -> bytes:
+        """Return the daemon's name of a chunk, from which ``_key`` finds vLLM's own again."""
+        return key.rjust(self._contract.hash_bytes, b"\0")
+
+    def _names(self, keys: Iterable[OffloadKey]) -> list[bytes]:
+        names = list(keys)
+        if names:
+            self._key_bytes = len(names[0])
+        return list(map(self._name, names))
+
+    def _key(self, name: bytes) -> OffloadKey:
+        return OffloadKey(name[-self._key_bytes :])
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether the daemon has a chunk; RETRY until its answer is here."""
@@ -139,18 +221,21 @@ class KVHearthTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask the daemon for the keys of this step."""
         self._lookup_manager.flush()
+        for name, count in self._counters.take().items():
+            self._cache.client.count(name, int(count))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as used."""
-        self._cache.touch(keys)
+        self._cache.touch(self._names(keys))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to store chunks of the primary tier."""
-        request = job_metadata.req_context.req_id
-        if request in self._outdated:  # older weights computed a part of it
+        request = self._requests.get(job_metadata.req_context.req_id)
+        if request is not None and request.outdated:
             self._jobs[job_metadata.job_id] = job_metadata, None
             return
-        self._submit(job_metadata, self._cache.store, parent=self._requests.get(request))
+        parent = None if request is None else request.last
+        self._submit(job_metadata, self._cache.store, parent=parent)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Begin to load chunks into the primary tier."""
@@ -160,11 +245,11 @@ class KVHearthTier(SecondaryTierManager):
     def _submit(
         self, job: TransferJob, begin: Callable[..., Transfer[Any]], **options: Any
     ) -> None:
-        keys, pages = list(job.keys), kvhearth.Pages(self._kv, job.chunk_ids)
+        keys, pages = self._names(job.keys), kvhearth.Pages(self._kv, job.chunk_ids)
         # A job that is not valid fails; an exception would end the engine.
         self._jobs[job.job_id] = job, parse_arguments(partial(begin, keys, **options), pages)
-        if keys and job.req_context.req_id in self._requests:
-            self._requests[job.req_context.req_id] = keys[-1]
+        if keys and (request := self._requests.get(job.req_context.req_id)) is not None:
+            request.last = keys[-1]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call.
@@ -208,21 +293,26 @@ class KVHearthTier(SecondaryTierManager):
                 set_in="secondary_tiers",
             )
             return
-        self._outdated.update(self._requests)
+        for request in self._requests.values():
+            request.outdated = True
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Yield which chunks the daemon has since the last call, and which it has no more."""
         if self._feed is None:
             return
-        changes = self._feed.take()
-        for removed in (True, False):
-            keys = [
-                OffloadKey(each.key)
-                for each in changes
-                if bool(each.before) == removed != bool(each.now)
-            ]
-            if keys:
-                yield OffloadingEvent(keys, self.medium, removed, ownership=OWNERSHIP)
+        stored, gone = list[tuple[Locality, OffloadKey]](), list[tuple[Locality, OffloadKey]]()
+        for each in self._feed.take():
+            before, now = _locality(each.before), _locality(each.now)
+            if now is not before:
+                stored += [] if now is None else [(now, self._key(each.key))]
+                gone += [] if before is None else [(before, self._key(each.key))]
+        for removed, told in ((False, stored), (True, gone)):
+            for locality, some in groupby(told, lambda pair: pair[0]):
+                keys = [key for _, key in some]
+                # vLLM keeps what it has told about a chunk until its removal.
+                yield OffloadingEvent(
+                    keys, self.medium, removed, locality, removal_expected=not removed
+                )
 
     def has_pending_work(self) -> bool:
         """Whether a step has something to publish."""
@@ -235,8 +325,9 @@ class KVHearthTier(SecondaryTierManager):
             TimeoutError: a copy still runs; vLLM must keep the primary tier's memory.
         """
         self._lookup_manager.shutdown()
-        if self._feed is not None:
-            self._feed.close(DRAIN_S)
+        for thread in (self._feed, self._retainer):
+            if thread is not None:
+                thread.close(DRAIN_S)
         if not self._cache.close():
             raise TimeoutError("KVHearth's copies from and to the primary tier have not ended")
         # vLLM unmaps the primary tier next, which fails while anything views it.
@@ -265,6 +356,24 @@ def _engine_config() -> VllmConfig | None:
     return get_current_vllm_config_or_none()
 
 
+def _request_of(context: ReqContext) -> Any:
+    """Return the request that is arriving: vLLM gives it to its connector, but a part of it only to
+    its tiers.
+    """
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        request = frame.f_locals.get("request")
+        if getattr(request, "request_id", None) == context.req_id:
+            return request
+    return None
+
+
+def _locality(tier: Tier) -> Locality | None:
+    """Return where a block is, as seen from this engine; None for nowhere."""
+    if not tier:
+        return None
+    return Locality.REMOTE if tier is Tier.REMOTE else Locality.LOCAL
+
+
 def _device() -> str:
     """Return what vLLM chooses an attention backend by, if nobody names one: a tier sees none."""
     if current_platform.is_cpu():
@@ -275,8 +384,10 @@ def _device() -> str:
 class _Lookups(AsyncLookupManager):
     """Asks the daemon on vLLM's thread for lookups."""
 
-    def __init__(self, cache: Cache, tier_type: str) -> None:
-        self._cache = cache
+    def __init__(
+        self, cache: Cache, tier_type: str, names: Callable[[Iterable[OffloadKey]], list[bytes]]
+    ) -> None:
+        self._cache, self._names = cache, names
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> list[bool]:
@@ -284,7 +395,7 @@ class _Lookups(AsyncLookupManager):
         clock = self._cache.client.clock
         wait = PromotionWait(clock.now() + REMOTE_S)
         while True:
-            found = self._cache.lookup(keys, prefetch=True)
+            found = self._cache.lookup(self._names(keys), prefetch=True)
             now = clock.now()
             # An estimate with nothing to promote: the daemon is asking its remotes.
             promoting = bool((found.present & ~found.ready).any())

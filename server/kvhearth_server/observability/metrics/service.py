@@ -41,7 +41,7 @@ _CLIENT_TROUBLE = (
     *("links_lost", "attach_failures", "heartbeat_failures", "keeper_failures"),
     *("drains_unfinished", "outbox_overflow", "errands_void", "errands_late", "errands_unknown"),
     *("errands_refused", "stock_failures", "store_crashes", "load_crashes", "registration_failed"),
-    "events_left_out",
+    *("events_left_out", "hints_refused", "retain_refused", "retain_crashes"),
 )
 
 
