@@ -40,8 +40,11 @@ def post(daemon: Daemon, body: dict[str, Any]) -> Answer:
 
 def blocks(daemon: Daemon, engine: CachedEngine, keys: list[bytes]) -> list[int]:
     """Return the blocks that memory, SSD and remotes could restore."""
-    found = post(daemon, {"namespace": space(engine), "keys": [key.hex() for key in keys]}).json
+    whole = {"namespace": space(engine), "keys": [key.hex() for key in keys]}
+    short = {"namespace": space(engine)[:12], "keys": [int.from_bytes(key[-8:]) for key in keys]}
+    found, again = post(daemon, whole).json, post(daemon, short).json
     tiers = [found[tier] for tier in ("dram", "ssd", "remote")]
+    assert tiers == [again[tier] for tier in ("dram", "ssd", "remote")]
     assert all(tier["tokens"] == tier["blocks"] * BLOCK_TOKENS for tier in tiers)
     assert [bool(tier["ms"]) for tier in tiers] == [
         tier["blocks"] > tiers[0]["blocks"] for tier in tiers
@@ -70,6 +73,11 @@ def test_scores_by_tier(daemon: Daemon, engine: CachedEngine) -> None:
     [
         ({"namespace": "0" * 64}, 404, "unknown_namespace"),
         ({"namespace": "0"}, 400, "bad_message"),
+        ({"namespace": "0000"}, 404, "unknown_namespace"),
+        ({"keys": [1 << 64]}, 400, "bad_message"),
+        ({"keys": [-1]}, 400, "bad_message"),
+        ({"keys": [1, "0" * 64]}, 400, "bad_message"),
+        ({"keys": {"0": [True]}}, 400, "bad_message"),
         ({"keys": ["0" * 62]}, 400, "bad_keys"),
         ({"keys": ["x" * 64]}, 400, "bad_keys"),
         ({"keys": []}, 400, "bad_keys"),

@@ -159,8 +159,7 @@ def test_a_list_of_any_length_is_applied_in_parts() -> None:
     """What it has not told yet makes room for what it tells, and comes back when it is told."""
     known = KnownBlocks(blocks_max=2)
     known.apply(events((A, DRAM), (B, DRAM)))
-    known.take()
-    told = list[BlockChange]()
+    told = known.take()
     for number, key in enumerate((C, B, *(bytes([each]) * 32 for each in range(200, 250)))):
         known.apply(events((key, DRAM), lost=number == 0, listing=number < 51))
         told += known.take()

@@ -9,6 +9,7 @@ from support.follower import Follower
 from kvhearth.errors import Reason
 from kvhearth.model import Tier
 from kvhearth_server.core.events import EVENT_KEYS_MAX, EventKind, EventLogs
+from kvhearth_server.core.short_keys import ShortKeys, short_key
 
 STORED, REMOVED = EventKind.STORED, EventKind.REMOVED
 
@@ -80,6 +81,33 @@ def test_a_cursor_that_nobody_was_given_is_refused(rig: Rig) -> None:
             reader.read()
     with refused(Reason.STALE_EPOCH):
         rig.core.following.read(session, 7, None, 10, 0.0)
+
+
+def test_short_keys_follow_what_is_there(rig: Rig) -> None:
+    session = rig.attach()
+    space = rig.space(session)
+    found = ShortKeys(rig.state, rig.core.following, keys_max=3)
+    shorts = [short_key(each) for each in keys(*range(4))]
+
+    def known() -> list[bool]:
+        while found.read(space, 0.0):
+            pass
+        named = found.find(space, 0, shorts)
+        return [name == each for name, each in zip(named, keys(*range(4)), strict=True)]
+
+    rig.put(session, keys(0, 1))
+    assert known() == [True, True, False, False]
+    rig.put(session, keys(2, 3))
+    assert known() == [True, True, True, False], "there is room for three"
+    rig.remove_bad(rig.head(session, key(0)))
+    assert known() == [False, True, True, False]
+    assert found.find(space, 1, shorts[1:2]) != keys(1), "of another group"
+    found.end_unread()
+    assert found._known
+    rig.state.events.end_unread(1.0)
+    found.end_unread()
+    assert not found._known
+    assert known() == [False, True, True, True]
 
 
 def test_each_cause_has_its_word(rig: Rig) -> None:

@@ -22,6 +22,7 @@ from kvhearth_server.core.promotion import Promotions
 from kvhearth_server.core.publishing import Publishing
 from kvhearth_server.core.removal import Cause
 from kvhearth_server.core.reservations import Writing
+from kvhearth_server.core.short_keys import ShortKeys
 from kvhearth_server.core.slot_table import Geometry, SlabPool
 from kvhearth_server.core.state import CoreState, Limits, require
 from kvhearth_server.core.writeback import Writeback
@@ -47,6 +48,7 @@ class Core:
         self.writing = Writing(self.state, self.evictor)
         self.reading = Reading(self.state)
         self.following = Following(self.state)
+        self.short_keys = ShortKeys(self.state, self.following)
         self.pinning = Pinning(self.state)
         self.writeback = Writeback(self.state)
         self.publishing = Publishing(self.state)
@@ -140,6 +142,20 @@ class Core:
         for segment, pool in enumerate(self.state.pools):
             inside = [slab for slab in own if pool.first_slab <= slab < pool.end_slab]
             self.state.books[segment].capacity += sign * change(pool, inside)
+
+    def named_by(self, digits: str) -> Namespace:
+        """The only namespace whose digest begins with these hex digits.
+
+        Raises:
+            KVHearthError: ``unknown_namespace`` for none or several.
+        """
+        found = [each for each in self.state.namespaces if each.digest.hex().startswith(digits)]
+        require(
+            len(found) == 1,
+            Reason.UNKNOWN_NAMESPACE,
+            f"{len(found)} namespaces start with {digits}; /v1/namespaces lists them",
+        )
+        return found[0]
 
     def named(self, digest: bytes) -> Namespace:
         """The namespace of a digest.

@@ -58,9 +58,18 @@ class Following:
             KVHearthError: ``group_gone``, ``stale_epoch``; ``bad_message`` for a cursor that no
                 read has returned.
         """
-        state = self._state
-        _, namespace = state.current(session, epoch)
-        log, lost = state.events.open(namespace, now), 0
+        _, namespace = self._state.current(session, epoch)
+        return self.read_of(namespace, cursor, blocks_max, now)
+
+    def read_of(
+        self, namespace: Namespace, cursor: Cursor | None, blocks_max: int, now: float
+    ) -> Told:
+        """Return events of a namespace; see ``read``.
+
+        Raises:
+            KVHearthError: ``bad_message`` for a cursor that no read has returned.
+        """
+        log, lost = self._state.events.open(namespace, now), 0
         if cursor is not None:
             good = cursor.number <= log.next and cursor.place >= -1
             require(good, Reason.BAD_MESSAGE, "no read has returned this cursor")

@@ -256,6 +256,7 @@ class ChecksumWorkers:
             if engine.tiering is None and engine.now() - engine.started_at > ORPHANED_LOADS_S:
                 engine.call(engine.core.promotions.free_orphaned_loads)
             engine.core.state.events.end_unread(engine.now() - UNREAD_S)
+            engine.core.short_keys.end_unread()
             engine.ticks.note(engine.core.state.clock, engine.now())
             await asyncio.sleep(_IDLE_S)
 

@@ -385,17 +385,25 @@ class Scores(Report):
     ]
 
 
-def prefix_scores(engine: Engine, namespace: str, keys: dict[int, list[str]]) -> Scores:
+async def prefix_scores(
+    engine: Engine, namespace: str, keys: dict[int, list[str] | list[int]]
+) -> Scores:
     """Score the keys of a prompt, by KV group.
+
+    Args:
+        namespace: first hex digits of its digest.
+        keys: keys as hex digits, or their last 8 bytes as numbers.
 
     Raises:
         KVHearthError: ``unknown_namespace``, ``bad_group``, ``bad_keys``, ``too_many_keys``.
     """
     state, tiering = engine.core.state, engine.tiering
-    space = engine.core.named(bytes.fromhex(namespace))
+    space = engine.core.named_by(namespace)
     state.check_count(sum(map(len, keys.values())))
-    size = space.contract.hash_bytes
-    items = [KeysItem(kv_group, _keys_of(texts, size)) for kv_group, texts in keys.items()]
+    if any(int in map(type, named) for named in keys.values()):
+        while engine.call(engine.core.short_keys.read, space, engine.now()):
+            await asyncio.sleep(0)
+    items = [KeysItem(group, _keys_of(engine, space, group, keys[group])) for group in keys]
     found = dict[str, TierScore]()
     for tier, tokens, promotions in score(state, space, items):
         eta_us = 0
@@ -406,9 +414,15 @@ def prefix_scores(engine: Engine, namespace: str, keys: dict[int, list[str]]) ->
     return Scores(engine.boot_id, **found)
 
 
-def _keys_of(texts: list[str], size: int) -> list[bytes]:
+def _keys_of(
+    engine: Engine, space: CoreNamespace, kv_group: int, named: list[str] | list[int]
+) -> list[bytes]:
+    size = space.contract.hash_bytes
+    shorts = [each for each in named if isinstance(each, int)]
+    if shorts and len(shorts) == len(named):
+        return engine.core.short_keys.find(space, kv_group, shorts)
     try:
-        keys = [bytes.fromhex(text) for text in texts]
+        keys = [bytes.fromhex(str(each)) for each in named if isinstance(each, str)]
     except ValueError:
         raise KVHearthError(Reason.BAD_KEYS, "a key is not hex digits") from None
     good = all(len(key) == size for key in keys)

@@ -123,22 +123,35 @@ class ExplainRequest(Asked):
     tenant: str = Field("", description="Default: the first one.")
 
 
-def _texts(found: Any) -> Any:
+def _named(found: Any) -> Any:
     """Refuse wrong keys at once: each would be told."""
     groups = list(found.values()) if isinstance(found, dict) else [found]
     if len(groups) > GROUPS_PER_CALL_MAX:
         raise ValueError(f"{len(groups)} groups, at most {GROUPS_PER_CALL_MAX}")
-    if not all(isinstance(keys, list) and set(map(type, keys)) <= {str} for keys in groups):
-        raise ValueError("the keys of a group are a list of texts of hex digits")
+    for keys in groups:
+        kinds = set(map(type, keys)) if isinstance(keys, list) else {dict}
+        if not (kinds <= {str} or kinds <= {int}):
+            raise ValueError("the keys of a group are a list of texts of hex digits, or of numbers")
+        if kinds == {int} and not 0 <= min(keys) <= max(keys) < 1 << 64:
+            raise ValueError("a number is the last 8 bytes of a key: 0 to 2**64 - 1")
     return found
+
+
+_Keys = list[str] | list[int]
 
 
 class ScoreRequest(Asked):
     """The keys of a prompt's blocks."""
 
-    namespace: str = Field(description="Its digest, 64 hex digits.", pattern="^[0-9a-f]{64}$")
-    keys: Annotated[list[str] | dict[int, list[str]], BeforeValidator(_texts)] = Field(
-        description="Keys as hex digits, root first: those of group 0, or of each group."
+    namespace: str = Field(
+        description="First hex digits of its digest, as many as tell it from others.",
+        pattern="^[0-9a-f]{4,64}$",
+        examples=["8c92063cc2f6"],
+    )
+    keys: Annotated[_Keys | dict[int, _Keys], BeforeValidator(_named)] = Field(
+        description="Keys, root first: those of group 0, or of each group. As hex digits, or as "
+        "the numbers in vLLM's events, which are the last 8 bytes, big-endian.",
+        examples=[[1263874106394823, 902716354201837]],
     )
 
 
@@ -252,7 +265,7 @@ def state_routes(
     async def score(request: ScoreRequest) -> reports.Scores:
         """How much of a prompt each tier could restore, for routers. It counts as no use."""
         keys = request.keys if isinstance(request.keys, dict) else {0: request.keys}
-        return reports.prefix_scores(engine, request.namespace, keys)
+        return await reports.prefix_scores(engine, request.namespace, keys)
 
     @lists.post("/contracts:explain")
     async def explain(request: ExplainRequest) -> reports.ContractPlace:
