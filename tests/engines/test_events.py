@@ -97,10 +97,11 @@ def test_events_tell_the_reach_of_each_group_as_vllms_own(tmp_path: Path, logs: 
         with running_engine(logs, **flags) as engine:
             wait_attached(daemon)
             engine.ask("subscribe", endpoint=endpoint)
-            engine.one(prompt("reach", LENGTH), tokens=1)
             reaches: dict[str, dict[int, tuple[str, int | None]]] = {"GPU": {}, CPU: {}}
+            numbers = iter(range(1000))
 
             def both_told() -> bool:
+                engine.one(prompt(f"reach {next(numbers)}", LENGTH), tokens=1)
                 for each in engine.ask("published"):
                     window = each["kv_cache_spec_sliding_window"]
                     reach = each["kv_cache_spec_kind"], window
