@@ -53,7 +53,7 @@ class Chunks:
 
     def __setitem__(self, key: bytes, value: bool) -> None:
         pages = kvhearth.Pages(self._tier._kv, [0])
-        done = self._tier._cache.store([key], pages).result(WAIT_S)
+        done = self._tier._cache.store(self._tier._names([key]), pages).result(WAIT_S)
         assert done.stored == 1, done
 
 
@@ -79,7 +79,7 @@ class ExampleSecondaryTierManager(KVHearthTier):
 
     def get_num_chunks(self) -> int:
         """Return how many of the stored chunks the daemon has."""
-        return int(self._cache.lookup(self._stored).present.sum())
+        return int(self._cache.lookup(self._names(self._stored)).present.sum())
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """Wait for the daemon's answer."""
