@@ -41,6 +41,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.request import Request
 
+from kvhearth.connectors.core.block_feed import BlockChange
+from kvhearth.connectors.vllm import tier
+from kvhearth.model import Tier
+
 CHUNKS = 12
 CHUNK_BYTES = 4 << 20
 PRIMARY_CHUNKS = 16
@@ -260,10 +264,13 @@ def reset(model: str, options: dict[str, Any], *, shared: bool) -> dict[str, Any
 
 
 def publish(
-    model: str, options: dict[str, Any], *, algorithm: str, bytes_of_hash: int
+    model: str, options: dict[str, Any], *, algorithm: str, bytes_of_hash: int, known: bool
 ) -> list[int]:
     """Store the chunks, then drop the namespace; return how many the tier tells as stored and as
     removed, by vLLM's own keys.
+
+    Args:
+        known: the tier finds vLLM's configuration.
     """
 
     def told(*, removed: bool) -> int:
@@ -272,6 +279,8 @@ def publish(
         return sum(len(set(event.keys) & set(KEYS)) for event in ours if event.removed == removed)
 
     KEYS[:] = [key[-bytes_of_hash - 4 :] for key in KEYS]
+    if not known:
+        tier._engine_config = lambda: None
     engine = Engine(model, options, events=True, prefix_caching_hash_algo=algorithm)
     engine.store()
     engine.steps_until(lambda: told(removed=False) == CHUNKS, "stores are told")
@@ -279,6 +288,25 @@ def publish(
     engine.steps_until(lambda: told(removed=True) == CHUNKS, "removals are told")
     engine.close()
     return [told(removed=False), told(removed=True)]
+
+
+def moved(model: str, options: dict[str, Any]) -> list[tuple[bool, str]]:
+    """Return the events, removed or not and where, of a chunk that goes from SSD to a remote, of
+    one that leaves memory for SSD, and of one that leaves a remote.
+    """
+    moves = [(Tier.SSD, Tier.REMOTE), (Tier.DRAM, Tier.SSD), (Tier.REMOTE, Tier.NOWHERE)]
+    changes = [
+        BlockChange(0, key, before, now) for key, (before, now) in zip(KEYS, moves, strict=False)
+    ]
+    with running(model, options, events=True) as engine:
+        engine.tier._feed.take = lambda: [changes.pop(0)] if changes else []
+        told = []
+        while changes:
+            key = changes[0].key
+            for event in engine.tier.take_events():
+                assert event.keys == [key]
+                told.append((event.removed, event.locality.value))
+        return told
 
 
 def retain(model: str, options: dict[str, Any], *, goes_on: bool) -> dict[str, int]:

@@ -151,12 +151,22 @@ def test_a_reset_drops_blocks_and_what_older_weights_began(
     assert ("reset.kept_blocks" in found["warnings"]) == kept
 
 
-@pytest.mark.parametrize(("algorithm", "bytes_of_hash"), [("sha256", 32), ("xxhash", 16)])
+@pytest.mark.parametrize(
+    ("algorithm", "bytes_of_hash", "known"),
+    [("sha256", 32, True), ("xxhash", 16, True), ("xxhash", 16, False)],
+)
 def test_routers_learn_what_the_tier_has(
-    logs: Path, daemon: Daemon, model: str, algorithm: str, bytes_of_hash: int
+    logs: Path, daemon: Daemon, model: str, algorithm: str, bytes_of_hash: int, *, known: bool
 ) -> None:
-    given: dict[str, Any] = {"algorithm": algorithm, "bytes_of_hash": bytes_of_hash}
+    given: dict[str, Any] = {"algorithm": algorithm, "bytes_of_hash": bytes_of_hash, "known": known}
     assert engine(logs, "publish", model, daemon, **given) == [12, 12]
+
+
+def test_a_chunk_that_moves_is_stored_before_it_is_removed(
+    logs: Path, daemon: Daemon, model: str
+) -> None:
+    told = [[False, "REMOTE"], [True, "LOCAL"], [True, "REMOTE"]]
+    assert engine(logs, "moved", model, daemon) == told
 
 
 @pytest.mark.parametrize(("goes_on", "retained"), [(False, 4), (True, 0)])

@@ -136,19 +136,19 @@ def test_the_smallest_messages_are_enough(tmp_path: Path) -> None:
     """For what memory and the SSD have, and for events about one block each."""
     options = {"memory": "64MiB", "message_bytes_max": "64KiB", "slot_bytes_min": 4096}
     ssd = {"ssd_dirs": [f"{tmp_path}/ssd=256MiB"], "ssd_segment_bytes": "2MiB"}
-    contract, pages = contract_of(4096), np.zeros((3000, 4096), np.uint8)
+    contract, pages = contract_of(4096), np.zeros((1500, 4096), np.uint8)
     with (
         running_daemon(**options, **ssd) as daemon,
         kvhearth.open(daemon.url(), contract, wait_s=HUNG_S) as cache,
     ):
         heard = Subscriber(cache.client)
-        keys = new_keys(3000)
-        assert cache.store(keys[:1500], pages[:1500]).result(HUNG_S).stored == 1500
+        keys = new_keys(2200)
+        assert cache.store(keys[:1500], pages).result(HUNG_S).stored == 1500
         heard.hears(keys[:1500], Tier.DRAM)
         for each in keys[1500:]:
             assert cache.store([each], pages[:1]).result(HUNG_S).stored == 1
         heard.hears(keys, Tier.DRAM)
-        until(lambda: daemon.counters()["demoted_blocks"] == 3000, "they are saved")
+        until(lambda: daemon.counters()["demoted_blocks"] == 2200, "they are saved")
         evict(daemon, cache.client, "memory")
         assert heard.feed.close(HUNG_S)
         late = Subscriber(cache.client)

@@ -418,11 +418,10 @@ def _keys_of(
     engine: Engine, space: CoreNamespace, kv_group: int, named: list[str] | list[int]
 ) -> list[bytes]:
     size = space.contract.hash_bytes
-    shorts = [each for each in named if isinstance(each, int)]
-    if shorts and len(shorts) == len(named):
+    if shorts := [each for each in named if isinstance(each, int)]:
         return engine.core.short_keys.find(space, kv_group, shorts)
     try:
-        keys = [bytes.fromhex(str(each)) for each in named if isinstance(each, str)]
+        keys = [bytes.fromhex(each) for each in named if isinstance(each, str)]
     except ValueError:
         raise KVHearthError(Reason.BAD_KEYS, "a key is not hex digits") from None
     good = all(len(key) == size for key in keys)

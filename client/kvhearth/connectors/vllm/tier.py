@@ -142,9 +142,9 @@ class KVHearthTier(SecondaryTierManager):
         self._requests: dict[str, _Request] = {}
         self._hints, self._counters = HintReader(), Counters()
         self._retainer: Retainer | None = None
-        # vLLM's hashes have different lengths; where its configuration was not found, theirs is
-        # known from the first key on.
-        self._key_bytes = self._contract.hash_bytes
+        # vLLM's hashes have different lengths; where its configuration was not found, nothing tells
+        # theirs before the first key.
+        self._key_bytes = 0 if engine is None else self._contract.hash_bytes
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; each chunk is stored once, when it is computed.
@@ -185,6 +185,8 @@ class KVHearthTier(SecondaryTierManager):
 
     def _keys_of(self, context: ReqContext) -> tuple[Keys, list[int]]:
         """The names of a request's chunks in the order of their tokens, and where these end."""
+        # Its public method answers for a key that one has; a tier never sees those that are found
+        # above it.
         positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
         placed = sorted((end, self._name(key)) for key, end in positions.items())
         return {0: [name for _, name in placed]}, [end for end, _ in placed]
@@ -298,7 +300,7 @@ class KVHearthTier(SecondaryTierManager):
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Yield which chunks the daemon has since the last call, and which it has no more."""
-        if self._feed is None:
+        if self._feed is None or not self._key_bytes:
             return
         stored, gone = list[tuple[Locality, OffloadKey]](), list[tuple[Locality, OffloadKey]]()
         for each in self._feed.take():
@@ -316,7 +318,7 @@ class KVHearthTier(SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         """Whether a step has something to publish."""
-        return self._feed is not None and must_step(self._feed)
+        return self._feed is not None and self._key_bytes > 0 and must_step(self._feed)
 
     def shutdown(self) -> None:
         """End all jobs and leave the daemon.
