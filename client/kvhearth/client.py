@@ -372,7 +372,9 @@ class Decisions:
 
         self._caller.decide("unpin", work, _nothing)
 
-    def events(self, cursor: str = "", blocks_max: int = 0) -> EventsResult:
+    def events(
+        self, cursor: str = "", blocks_max: int = 0, *, tokens: bool = False
+    ) -> EventsResult:
         """Read what changed among the namespace's blocks since the last call.
 
         The first answers list the blocks that are there, as ``stored``. The daemon keeps events
@@ -380,13 +382,13 @@ class Decisions:
 
         Args:
             cursor: that of the last result; empty to begin.
-            blocks_max: about how many blocks the result may name; the daemon has a bound of its
-                own, which 0 stands for.
+            blocks_max: about how many blocks the result may name; 0 is the daemon's own bound.
+            tokens: ask what the blocks hold, too.
         """
 
         def work() -> EventsResult:
             request = pb.EventsRequest(
-                cursor=cursor, blocks_max=blocks_max, epoch=self._own_epoch()
+                cursor=cursor, blocks_max=blocks_max, epoch=self._own_epoch(), tokens=tokens
             )
             reply = self._caller.call(self._caller.link(), base.EVENTS, request, self._call_s)
             return codec.parse_events(self._contract, reply)

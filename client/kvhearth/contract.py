@@ -30,6 +30,9 @@ parsing it; 16 groups have some 150.
 GROUPS_MAX = 16
 SHARDS_MAX = 256
 KEY_BYTES_MIN, KEY_BYTES_MAX = 16, 64
+TOKEN_BYTES = 4
+TOKENS_TOLD_MAX = 4096
+"""Most tokens of a block whose ids are told: the smallest message that is allowed holds them."""
 PAGE_BYTES_MAX = 1 << 30
 WINDOW_TOKENS_MAX = 1 << 30
 TEXT_CHARS_MAX = 1024
@@ -132,6 +135,12 @@ class Contract:
     def world_size(self) -> int:
         """Number of ranks that hold KV: tensor parallel x pipeline parallel."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def token_bytes(self) -> int:
+        """Most bytes that tell the ids of a block's tokens in a message."""
+        told = [g.block_tokens for g in self.groups if g.block_tokens <= TOKENS_TOLD_MAX]
+        return TOKEN_BYTES * max(told, default=0)
 
     def with_codec(self, codec: str) -> Contract:
         """Return the contract of the same blocks, encoded by a lossy codec; state groups stay.

@@ -65,6 +65,9 @@ EXTENT_BYTES = EXTENT_DTYPE.itemsize
 EXTENT_RECORD = struct.Struct(f"<IHHQII{CHECKSUM_BYTES}s")
 """``EXTENT_DTYPE`` for a single record, which numpy fills and reads several times slower."""
 
+TOKENS_UNKNOWN, TOKENS_UNPUBLISHED = 0xFFFF_FFFF, 0xFFFF_FFFE
+"""In place of a block's token ids: its key covers more than tokens; it is not to be published."""
+
 FLAG_SUMMED = 1
 """The record's checksum is set."""
 FLAG_VERIFY = 2

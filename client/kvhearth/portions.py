@@ -71,6 +71,7 @@ def _commit(item: CommitGroup, blocks: range) -> CommitGroup:
         item.extents[part],
         None if item.checksums is None else item.checksums[part],
         chains=[(at - blocks.start, chains[at]) for at in sorted(chains) if at in blocks],
+        tokens=None if item.tokens is None else item.tokens[part],
     )
 
 

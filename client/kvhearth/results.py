@@ -131,12 +131,26 @@ class BlockEvent(NamedTuple):
     cause: str
 
 
+class BlockTokens(NamedTuple):
+    """What a block holds, as the engine told that stored it.
+
+    Attributes:
+        parent: key of the block before it, empty for none.
+        tokens: ids of its tokens; empty if its key covers more than tokens.
+    """
+
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class EventsResult:
     """What changed among a namespace's blocks.
 
     Attributes:
         events: in their order.
+        tokens: by group and key, what the events' blocks hold, if that was asked for and as far as
+            it is known; None for a block that is not to be published.
         cursor: where to read next.
         lost: events that will never come. What is known of the blocks is void then; a list of those
             that are there begins with these events.
@@ -149,6 +163,7 @@ class EventsResult:
     lost: int = 0
     listing: bool = False
     reason: Reason | NoReason = ""
+    tokens: Mapping[tuple[int, bytes], BlockTokens | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,6 +194,9 @@ class CommitGroup:
         parent: the key before the first one in the chain, or empty.
         chains: for keys of several chains, each chain's first position in ``keys`` and the key
             before it or empty; ascending, from position 0. ``parent`` is then empty.
+        tokens: (n, block tokens) ids of the tokens that the blocks hold, for those who publish
+            where blocks are, or None. A whole row of ``TOKENS_UNKNOWN`` stands for more than
+            tokens, one of ``TOKENS_UNPUBLISHED`` for a block that is not to be published.
     """
 
     keys: Sequence[bytes]
@@ -186,6 +204,7 @@ class CommitGroup:
     checksums: U8 | None = None
     parent: bytes = b""
     chains: Sequence[tuple[int, bytes]] = ()
+    tokens: U32 | None = None
 
 
 @dataclass(frozen=True, eq=False)

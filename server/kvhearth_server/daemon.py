@@ -332,12 +332,13 @@ def _spare_the_loop() -> None:
 
 
 def _rest_tier(engine: Engine, timeout_s: float) -> None:
-    """Bring the SSD tier and its catalogue's writers to rest."""
+    """Bring the SSD tier and the writers of its catalogue and of tokens to rest."""
     if engine.tiering is not None:
         if not engine.tiering.tier.drain(timeout_s):
             _log.warning("ssd.not_at_rest")
         engine.tiering.turn()
     engine.ssd_catalogue.close()
+    engine.tokens.close()
 
 
 async def _drain(
@@ -378,6 +379,7 @@ def _spawn(
     for tier in engine.tiers:
         if isinstance(tier, SsdTier):
             supervisor.spawn("recovery", partial(follow_recovery, tier))
+    supervisor.spawn("tokens", partial(engine.tokens.run, engine.gone))
     supervisor.spawn("populate", partial(populate, engine))
     supervisor.spawn("miss_ratios", engine.miss_ratios.run)
     if engine.tiering is not None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sqlite3
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +22,8 @@ from kvhearth.client import KVClient
 from kvhearth.connectors.core.block_feed import BlockFeed
 from kvhearth.contract import namespace_digest
 from kvhearth.errors import Reason
-from kvhearth.model import Tier
+from kvhearth.model import TOKENS_UNKNOWN, TOKENS_UNPUBLISHED, U32, Tier
+from kvhearth.results import BlockTokens, CommitGroup
 from kvhearth_lab.harness import HUNG_S
 from kvhearth_lab.harness.engine import contract_of
 
@@ -86,6 +90,81 @@ def test_a_subscriber_knows_what_is_there(tmp_path: Path, *, remote: bool) -> No
         heard.hears(keys, Tier.DRAM)
         evict(daemon, engine.client, "all")
         heard.hears([], Tier.NOWHERE)
+
+
+def store_told(client: KVClient, keys: Sequence[bytes], tokens: U32) -> None:
+    """Store blocks of two chains, and tell what they hold."""
+    got = client.reserve({0: len(keys)})
+    chains = [(0, b""), (7, keys[3])]
+    told = CommitGroup(keys, got.groups[0], chains=chains, tokens=tokens)
+    assert client.commit({0: told}, boot_id=got.boot_id).stored[0].all()
+
+
+def kept_tokens(folder: Path) -> int:
+    """Return of how many blocks a daemon's file has the tokens."""
+    with tempfile.TemporaryDirectory() as copy:
+        for each in folder.glob("tokens*"):
+            shutil.copy(each, copy)
+        with contextlib.closing(sqlite3.connect(f"{copy}/tokens")) as base:
+            return int(base.execute("SELECT count(*) FROM blocks").fetchone()[0])
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_blocks_hold_is_told_to_others(tmp_path: Path, *, remote: bool) -> None:
+    """To another engine, after a restart of the daemon, and where a block moves."""
+    contract, keys = contract_of(4096), new_keys(1000)
+    tokens = np.arange(16 * len(keys), dtype=np.uint32).reshape(-1, 16)
+    tokens[9], tokens[11] = TOKENS_UNKNOWN, TOKENS_UNPUBLISHED
+    rows = [tuple(row) for row in tokens.tolist()]
+    wanted = {key: BlockTokens(keys[at - 1], rows[at]) for at, key in enumerate(keys)}
+    wanted[keys[0]], wanted[keys[7]] = BlockTokens(b"", rows[0]), BlockTokens(keys[3], rows[7])
+    wanted[keys[9]] = BlockTokens(keys[8], ())
+    del wanted[keys[11]]
+    options = {"memory": "64MiB", "message_bytes_max": "64KiB", "slot_bytes_min": 4096}
+    ssd = {"ssd_dirs": [f"{tmp_path}/ssd=256MiB"], "ssd_segment_bytes": "2MiB"}
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(running_daemon(**options, **ssd))
+        url = daemon.url()
+        if remote:
+            url = f"kvhearth://127.0.0.1:{stack.enter_context(gateway(daemon.socket_dir)).port}"
+        with kvhearth.open(url, contract, wait_s=HUNG_S) as cache:
+            store_told(cache.client, keys, tokens)
+        until(lambda: daemon.counters()["demoted_blocks"] == len(keys), "they are saved")
+        daemon.kill()
+        daemon.start()
+        other = stack.enter_context(kvhearth.open(url, contract, wait_s=HUNG_S)).client
+        feed = BlockFeed(other, tokens=True)
+        stack.callback(feed.close, HUNG_S)
+
+        def hears(tier: Tier) -> None:
+            told: dict[bytes, BlockTokens | None] = {}
+
+            def all_told() -> bool:
+                told.update((each.key, each.holds) for each in feed.take() if each.now == tier)
+                return len(told) == len(wanted)
+
+            until(all_told, f"it knows of all blocks: {tier.name}")
+            assert told == wanted
+
+        hears(Tier.DRAM)
+        evict(daemon, other, "memory")
+        hears(Tier.SSD)
+        assert kept_tokens(tmp_path / "ssd") == len(keys)
+        evict(daemon, other, "all")
+        until(lambda: kept_tokens(tmp_path / "ssd") == 0, "they are forgotten")
+
+
+def test_tokens_are_neither_kept_where_that_is_off_nor_taken_if_they_are_wrong() -> None:
+    keys, tokens = new_keys(10), np.ones((10, 16), np.uint32)
+    with running_daemon(event_tokens=0) as daemon, cached_engine(daemon.url()) as engine:
+        store_told(engine.client, keys, tokens)
+        found = engine.client.events(tokens=True)
+        while not found.events:
+            found = engine.client.events(found.cursor, tokens=True)
+        assert ([key for each in found.events for key in each.keys], found.tokens) == (keys, {})
+        got = engine.client.reserve({0: 10})
+        told = CommitGroup(new_keys(10), got.groups[0], tokens=tokens[:, :15])
+        assert engine.client.commit({0: told}, boot_id=got.boot_id).reason == Reason.BAD_KEYS
 
 
 def test_blocks_of_old_weights_are_gone(daemon: Daemon) -> None:

@@ -293,7 +293,7 @@ def test_parts_are_counted_as_they_are_parsed(keys: list[bytes], lease: bool) ->
         assert len(keys) <= GROUPS_PER_CALL_MAX + 2
 
 
-def largest(keys: int, shards: int, key_bytes: int) -> dict[str, Any]:
+def largest(keys: int, shards: int, key_bytes: int, block_tokens: int) -> dict[str, Any]:
     """Returns for each call the largest request that its handler accepts."""
     group_count, number = GROUPS_PER_CALL_MAX, 0xFFFFFFFF
     ids = [(1 << 63) - 1] * IDS_PER_CALL_MAX
@@ -307,9 +307,9 @@ def largest(keys: int, shards: int, key_bytes: int) -> dict[str, Any]:
     commits = [
         cache_pb2.GroupCommit(
             group=number, keys=each.keys, slots=word, generations=word,
-            checksums=word * 4, parent=bytes(key_bytes),
+            checksums=word * 4, parent=bytes(key_bytes), tokens=bytes(4 * block_tokens * n),
         )
-        for each, word in zip(named, words, strict=True)
+        for each, word, n in zip(named, words, shares, strict=True)
     ]  # fmt: skip
     counters = {f"{index:048}": (1 << 64) - 1 for index in range(COUNTERS_PER_HEARTBEAT_MAX)}
     huge = (1 << 64) - 1
@@ -334,14 +334,16 @@ def largest(keys: int, shards: int, key_bytes: int) -> dict[str, Any]:
 def test_the_largest_request_of_each_call_is_within_its_bound(
     keys: int, shards: int, key_bytes: int
 ) -> None:
-    bounds = body_bounds(key_bytes, shards, keys, 1 << 30)
-    requests = largest(keys, shards, key_bytes)
+    spec = GroupSpec(GroupKind.FULL, 16, 4096, shards=shards)
+    told = Contract("m", "r", "uint8", (spec,), hash_bytes=key_bytes, tensor_parallel=shards)
+    bounds = body_bounds(told, keys, 1 << 30)
+    requests = largest(keys, shards, key_bytes, spec.block_tokens)
     assert {name for name, _ in bounds.values()} == set(NAMES.values()) == set(requests)
     for name, most in bounds.values():
         data = requests[name].SerializeToString()
         assert len(data) <= most, name
         check_parts(data)
-    assert body_bounds(key_bytes, shards, keys, 4096)[1][1] == 4096
+    assert body_bounds(told, keys, 4096)[1][1] == 4096
     empty = b"\x0a\x00" * SMALL_BODY_BYTES
     with pytest.raises(TooManyParts):
         check_parts(empty)

@@ -92,6 +92,7 @@ class FakePlan:
     """The part of ``ArenaPlan`` that the engine reads."""
 
     geometry: Geometry
+    folder: Path | None = None
 
 
 class FakeArena:

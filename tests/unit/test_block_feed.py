@@ -12,14 +12,14 @@ from kvhearth.client import KVClient
 from kvhearth.connectors.core.block_feed import (
     AWAY_S,
     TAKEN_MAX,
+    WAITING_MAX,
     BlockChange,
     BlockFeed,
-    BlockTokens,
     KnownBlocks,
 )
 from kvhearth.errors import Reason
 from kvhearth.model import Tier
-from kvhearth.results import BlockEvent, EventsResult
+from kvhearth.results import BlockEvent, BlockTokens, EventsResult
 from kvhearth_lab.harness import HUNG_S
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
@@ -42,8 +42,9 @@ class ScriptedClient:
         self.asked: list[str] = []
         self.counted = 0
 
-    def events(self, cursor: str) -> EventsResult:
+    def events(self, cursor: str, *, tokens: bool) -> EventsResult:
         """Answer a read."""
+        assert tokens
         self.asked.append(cursor)
         return self.answers.pop(0) if self.answers else EventsResult(cursor=cursor or "x")
 
@@ -58,7 +59,7 @@ class Rig:
 
     def __init__(self, clock: ScriptedClock) -> None:
         self.clock, self.client = clock, ScriptedClient(clock)
-        self.feed = BlockFeed(cast(KVClient, self.client))
+        self.feed = BlockFeed(cast(KVClient, self.client), tokens=True)
         self.woken = 0
         self.feed.wake = self._wake
 
@@ -84,13 +85,14 @@ def rig() -> Iterator[Rig]:
 
 def test_what_changed_is_told_once_with_what_it_holds(rig: Rig) -> None:
     holds = BlockTokens(b"", (1, 2))
-    rig.feed.describe(0, A, holds)
-    rig.feed.describe(0, C, None)
-    told = rig.read(events((A, DRAM), (B, SSD), (C, DRAM)))
+    hidden = {(0, C): None}
+    told = rig.read(events((A, DRAM), (B, SSD), (C, DRAM), tokens={(0, A): holds, **hidden}))
     assert told == [BlockChange(0, A, NOWHERE, DRAM, holds), BlockChange(0, B, NOWHERE, SSD)]
     assert rig.woken
-    assert rig.read(events((A, SSD), (A, DRAM), (C, NOWHERE))) == []
-    assert rig.read(events((A, NOWHERE))) == [BlockChange(0, A, DRAM, NOWHERE, holds)]
+    assert rig.read(events((A, SSD), (A, DRAM), (C, SSD), (C, NOWHERE), tokens=hidden)) == []
+    told = rig.read(events((A, SSD), tokens={(0, A): holds}), events((A, SSD)))
+    assert told == [BlockChange(0, A, DRAM, SSD, holds)]
+    assert rig.read(events((A, NOWHERE))) == [BlockChange(0, A, SSD, NOWHERE)]
     assert rig.read(events((A, DRAM))) == [BlockChange(0, A, NOWHERE, DRAM)]
 
 
@@ -131,18 +133,32 @@ def test_a_read_that_fails_changes_nothing(rig: Rig) -> None:
 
 def test_those_who_forgot_all_are_told_again(rig: Rig) -> None:
     rig.read(events((A, DRAM), (B, DRAM)))
-    rig.client.answers = [events((B, NOWHERE))]
     rig.feed.tell_again()
-    assert rig.read() == [BlockChange(0, A, NOWHERE, DRAM)]
+    assert rig.feed.take() == []
+    holds = BlockTokens(B, (1, 2))
+    told = rig.read(events((A, DRAM), tokens={(0, A): holds}))
+    assert told == [BlockChange(0, A, NOWHERE, DRAM, holds)]
+    assert rig.client.asked.count("") == 2, "it begins anew"
+
+
+def test_no_more_is_read_than_can_be_published_soon(rig: Rig) -> None:
+    keys = [number.to_bytes(32, "big") for number in range(WAITING_MAX + TAKEN_MAX)]
+    assert len(rig.read(events(*((key, DRAM) for key in keys)))) == TAKEN_MAX
+    asked = len(rig.client.asked)
+    rig.clock.pass_time(1.0)
+    assert len(rig.client.asked) == asked
+    assert len(rig.feed.take()) == TAKEN_MAX
+    rig.clock.pass_time(1.0)
+    assert len(rig.client.asked) > asked
 
 
 def test_a_step_publishes_only_so_many() -> None:
     known = KnownBlocks()
     keys = [number.to_bytes(32) for number in range(TAKEN_MAX + 1)]
     known.apply(events(*((key, DRAM) for key in keys)))
-    assert [len(known.take()), known.changed, len(known.take()), known.changed] == [
-        *(TAKEN_MAX, True),
-        *(1, False),
+    assert [len(known.take()), known.waiting, len(known.take()), known.waiting] == [
+        *(TAKEN_MAX, 1),
+        *(1, 0),
     ]
 
 

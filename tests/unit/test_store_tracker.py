@@ -11,12 +11,11 @@ import pytest
 from support.core_kit import contract, full
 
 from kvhearth.clock import REAL_TIME
-from kvhearth.connectors.core.block_feed import BlockFeed, BlockTokens
 from kvhearth.connectors.core.engine import Context, Counters, EngineGroups
 from kvhearth.connectors.core.settings import Settings
 from kvhearth.connectors.core.step_metadata import Geometry, RankStored, StoreJob, WorkerReport
 from kvhearth.connectors.core.store_tracker import BlockRefs, Progress, StorePart, Stores
-from kvhearth.model import EXTENT_DTYPE, Records
+from kvhearth.model import EXTENT_DTYPE, TOKENS_UNKNOWN, TOKENS_UNPUBLISHED, Records
 from kvhearth.results import CommitGroup
 from kvhearth.transfer.slot_pool import Slots
 from kvhearth_lab.harness import HUNG_S
@@ -85,20 +84,18 @@ class Pages:
 class Rig:
     """The tracker of an engine with two ranks, and a job of four blocks for them."""
 
-    def __init__(self, **progress: Any) -> None:
+    def __init__(self, *, publishes: bool = False, **progress: Any) -> None:
         self.client, self.pages = ScriptedClient(), Pages()
-        self.described: list[tuple[int, bytes, BlockTokens | None]] = []
-        feed = SimpleNamespace(describe=lambda *told: self.described.append(told))
         context = SimpleNamespace(
             settings=Settings(),
-            facts=SimpleNamespace(step_tokens_max=256),
+            facts=SimpleNamespace(step_tokens_max=256, publishes=publishes),
             client=self.client,
             groups=EngineGroups(CONTRACT, [0], 16),
             geometry=Geometry.of(CONTRACT, 1),
             counters=Counters(),
         )
         refs = BlockRefs(self.pages, 50)
-        self.stores = Stores(cast(Context, context), refs, cast(BlockFeed, feed))
+        self.stores = Stores(cast(Context, context), refs)
         assert len(self.stores._slot_pool.take(0, 1, wait_s=HUNG_S)) == 1, "no slots came"
         hashes = [bytes([number]) * 32 for number in range(BLOCKS)]
         assert self.stores.begin()
@@ -134,18 +131,31 @@ def rig() -> Iterator[Rig]:
     assert rig.pages.held == []
 
 
-@pytest.mark.parametrize("how", ["tokens", "more", "adapter"])
+@pytest.mark.parametrize("how", ["tokens", "more", "adapter", "few", "off"])
 def test_what_stored_blocks_hold_is_told(how: str) -> None:
-    tokens = list(range(100)) if how == "tokens" else None
-    rig = Rig(token_ids=tokens, key_salt=b"adapter" if how == "adapter" else b"")
-    assert [group for group, _, _ in rig.described] == [0] * BLOCKS
-    keys = [key for _, key, _ in rig.described]
-    for at, (_, _, holds) in enumerate(rig.described):
-        if how == "adapter":
-            assert holds is None
-        else:
-            held = tuple(tokens[16 * at : 16 * at + 16]) if tokens else ()
-            assert holds == BlockTokens(keys[at - 1] if at else b"", held)
+    tokens = {"tokens": list(range(100)), "few": list(range(40))}.get(how)
+    salt = b"adapter" if how == "adapter" else b""
+    rig = Rig(publishes=how != "off", token_ids=tokens, key_salt=salt)
+    for rank in (0, 1):
+        rig.report(rank, [True, True, True, False])
+    [commit] = rig.client.commits
+    if how == "off":
+        assert commit.tokens is None
+    else:
+        blank = TOKENS_UNPUBLISHED if how == "adapter" else TOKENS_UNKNOWN
+        whole = {"tokens": 3, "few": 2}.get(how, 0)
+        wanted = [*range(16 * whole), *[blank] * 16 * (3 - whole)]
+        assert commit.tokens is not None
+        assert commit.tokens.reshape(-1).tolist() == wanted
+    rig.stores.close(HUNG_S)
+
+
+def test_a_block_that_is_there_is_the_parent_of_the_next() -> None:
+    rig = Rig(present={0: np.array([False, True, False])})
+    for rank in (0, 1):
+        rig.report(rank, [True] * 3)
+    assert rig.committed == [[0, 2, 3]]
+    assert list(rig.client.commits[0].chains) == [(0, b""), (1, bytes([1]) * 32)]
     rig.stores.close(HUNG_S)
 
 
@@ -190,9 +200,10 @@ def part_of(failed: list[int]) -> StorePart:
     extents = np.zeros((6, 1), EXTENT_DTYPE)
     extents["slot"][:, 0] = range(10, 16)
     part = StorePart(
-        [bytes([number]) * 32 for number in range(6)],
+        keys := [bytes([number]) * 32 for number in range(6)],
+        [b"a" * 32, b"", keys[1], b"c" * 32, *keys[3:5]],
         list(range(1, 7)),
-        [(0, b"a" * 32), (1, b""), (3, b"c" * 32)],
+        [bytes([number]) * 64 for number in range(6)],
         [Slots("boot", "session", extents[:2]), Slots("boot", "session", extents[2:])],
     )
     assert part.complete().pages.tolist() == [1, 2, 3, 4, 5, 6]
@@ -207,7 +218,9 @@ def test_blocks_whose_copies_failed_leave_the_other_chains_whole() -> None:
     commit = part.commit_of(good, sums)
     assert [key[0] for key in commit.keys] == [1, 2, 3, 5]
     assert commit.extents["slot"].reshape(-1).tolist() == [11, 12, 13, 15]
-    assert list(commit.chains) == [(0, b""), (2, b"c" * 32)]
+    assert list(commit.chains) == [(0, b""), (2, b"c" * 32), (3, bytes([4]) * 32)]
+    assert commit.tokens is not None
+    assert (commit.tokens & 0xFF).tolist() == [[number] * 16 for number in (1, 2, 3, 5)]
     assert commit.checksums is not None
     assert commit.checksums[:, 0, 0].tolist() == [16, 32, 48, 80]
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from kvhearth.contract import Contract
+from kvhearth.contract import TOKEN_BYTES, Contract
 from kvhearth.errors import KVHearthError, NoReason, Reason, reason_of
 from kvhearth.model import (
     CHECKSUM_BYTES,
     EXTENT_BYTES,
     EXTENT_DTYPE,
     EXTENT_RECORD,
+    TOKENS_UNKNOWN,
+    TOKENS_UNPUBLISHED,
     U8,
     Bools,
     Records,
@@ -27,6 +29,7 @@ from kvhearth.proto.v1 import cache_pb2 as pb
 from kvhearth.proto.v1 import types_pb2
 from kvhearth.results import (
     BlockEvent,
+    BlockTokens,
     CommitGroup,
     EventsResult,
     GroupResult,
@@ -187,6 +190,7 @@ def own_commits(groups: Mapping[int, CommitGroup]) -> dict[int, CommitGroup]:
             item.checksums,
             bytes(item.parent),
             tuple(item.chains),
+            item.tokens,
         )
         for group, item in groups.items()
     }
@@ -300,7 +304,28 @@ def parse_events(contract: Contract, reply: pb.EventsResponse) -> EventsResult:
             raise bad_reply("an event of no known group or tier")
         keys = split_keys(each.keys, contract.hash_bytes)
         events.append(BlockEvent(each.kind, each.group, keys, Tier(each.tier), each.cause))
-    return EventsResult(events, reply.next, reply.lost, reply.listing)
+    tokens = {name: held for each in reply.tokens for name, held in _parse_tokens(contract, each)}
+    return EventsResult(events, reply.next, reply.lost, reply.listing, tokens=tokens)
+
+
+def _parse_tokens(
+    contract: Contract, told: pb.BlockTokens
+) -> Iterator[tuple[tuple[int, bytes], BlockTokens | None]]:
+    """Yield what blocks hold, by group and key."""
+    if told.group >= len(contract.groups):
+        raise bad_reply("tokens of no known group")
+    keys = split_keys(told.keys, contract.hash_bytes)
+    parents = split_keys(told.parents, contract.hash_bytes)
+    count = contract.groups[told.group].block_tokens
+    if len(parents) != len(keys) or len(told.tokens) != len(keys) * count * TOKEN_BYTES:
+        raise bad_reply(f"{len(told.tokens)} bytes of tokens for {len(keys)} keys")
+    none, rows = bytes(contract.hash_bytes), np.frombuffer(told.tokens, "<u4").reshape(-1, count)
+    for key, parent, row in zip(keys, parents, rows.tolist(), strict=True):
+        if row[0] == TOKENS_UNPUBLISHED:
+            yield (told.group, key), None
+            continue
+        tokens = () if row[0] == TOKENS_UNKNOWN else tuple(row)
+        yield (told.group, key), BlockTokens(b"" if parent == none else parent, tokens)
 
 
 def parse_bitmaps(
@@ -414,7 +439,19 @@ def put_commit(contract: Contract, groups: Any, group: int, commit: CommitGroup)
         parent=parent,
         chains=chains,
         parents=parents,
+        tokens=_pack_tokens(contract, group, commit),
     )
+
+
+def _pack_tokens(contract: Contract, group: int, commit: CommitGroup) -> bytes:
+    if commit.tokens is None:
+        return b""
+    tokens, shape = commit.tokens, (len(commit.keys), contract.groups[group].block_tokens)
+    if tokens.shape != shape or tokens.dtype != np.uint32:
+        raise KVHearthError(
+            Reason.BAD_KEYS, f"group {group}: tokens must be uint32 of {shape[0]} x {shape[1]}"
+        )
+    return tokens.astype("<u4", copy=False).tobytes()
 
 
 def _pack_keys(contract: Contract, group: int, keys: Sequence[bytes]) -> bytes:

@@ -144,6 +144,13 @@ class Settings(BaseSettings):
         le=1 << 20,
         description="Maximum number of keys in one call; clients send longer requests in portions.",
     )
+    event_tokens: Size = Field(
+        256 << 20,
+        ge=0,
+        description="Limit of the file with the token ids of stored blocks, which routers need in "
+        "the events of engines that publish them: 4 bytes a token and 100 a block. It is in the "
+        "first of ssd_dirs, else in arena_dir, else in memory. 0: none are kept.",
+    )
     message_bytes_max: Size = Field(
         4 << 20, ge=64 << 10, le=1 << 30, description="Maximum size of a message."
     )

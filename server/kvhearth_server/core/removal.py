@@ -6,7 +6,7 @@ import enum
 
 import numpy as np
 
-from kvhearth.model import I64, Tier
+from kvhearth.model import I64, U8, Tier
 from kvhearth_server.core.actions import Mark
 from kvhearth_server.core.events import EventKind
 from kvhearth_server.core.holds import lose_pins
@@ -78,6 +78,17 @@ def _forget(state: CoreState, number: int, kv_group: int, heads: I64, cause: Cau
     tell_gone(state, namespace, kv_group, keys, cause)
 
 
+def tiers_of(state: CoreState, namespace: Namespace, kv_group: int, keys: list[bytes]) -> U8:
+    """Return the fastest tier of each key's block of the current epoch, shape (n,)."""
+    tiers = np.zeros(len(keys), np.uint8)
+    if state.lower_tier is not None:
+        tiers[state.lower_tier.shared_has(namespace, kv_group, keys)] = Tier.REMOTE
+        tiers[state.lower_tier.present(namespace, kv_group, keys)] = Tier.SSD
+    heads = state.index.find(namespace.number, kv_group, keys)
+    tiers[(heads >= 0) & (state.table.epoch[heads] == namespace.epoch)] = Tier.DRAM
+    return tiers
+
+
 def tell_gone(
     state: CoreState, namespace: Namespace, kv_group: int, keys: list[bytes], cause: str
 ) -> None:
@@ -86,13 +97,7 @@ def tell_gone(
     """
     if namespace.number not in state.events:
         return
-    heads = state.index.find(namespace.number, kv_group, keys)
-    here = (heads >= 0) & (state.table.epoch[heads] == namespace.epoch)
-    keys = [keys[row] for row in np.flatnonzero(~here).tolist()]
-    tiers = np.zeros(len(keys), np.uint8)
-    if state.lower_tier is not None:
-        tiers[state.lower_tier.shared_has(namespace, kv_group, keys)] = Tier.REMOTE
-        tiers[state.lower_tier.present(namespace, kv_group, keys)] = Tier.SSD
+    tiers = tiers_of(state, namespace, kv_group, keys)
     for tier in (Tier.SSD, Tier.REMOTE, Tier.NOWHERE):
         if names := [keys[row] for row in np.flatnonzero(tiers == tier).tolist()]:
             kind = EventKind.MOVED if tier else EventKind.REMOVED

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+import numpy as np
+
 from kvhearth.contract import CONTRACT_JSON_BYTES_MAX, KEY_BYTES_MAX, Contract
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.failpoints import hit
@@ -38,6 +40,7 @@ from kvhearth_server.core.holds import hold_room
 from kvhearth_server.core.membership import Joining
 from kvhearth_server.core.namespaces import Namespace
 from kvhearth_server.core.publishing import PublishPolicy
+from kvhearth_server.core.removal import tiers_of
 from kvhearth_server.core.state import Limits, require
 from kvhearth_server.engine.epoch_store import EpochStore
 from kvhearth_server.engine.miss_ratio import MissRatios
@@ -51,6 +54,7 @@ from kvhearth_server.engine.recovery import (
 )
 from kvhearth_server.engine.sessions import Peer, Session, Sessions
 from kvhearth_server.engine.tiering.manager import Tiering
+from kvhearth_server.engine.token_store import Place, TokenStore
 from kvhearth_server.engine.watch import Watch
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.journal import Journal
@@ -84,6 +88,7 @@ class EngineLimits:
     message_bytes_max: int
     drain_grace_s: float
     drain_grace_no_pidfd_s: float
+    event_tokens: int = 0
     remote_write: PublishPolicy = PublishPolicy.REUSE
 
 
@@ -177,9 +182,11 @@ class Engine:
             [path for tier in tiers for path in tier.directories], counters
         )
         self.core.state.writeback_queue.on = any(not tier.shared for tier in tiers)
-        self._noted_version = 0
-        """Version of the namespaces for which the last write of the catalogue was asked."""
-        self._written_version = -1
+        self.tokens = self._token_store()
+        self._noted_version, self._written_version = 0, -1
+        """Version of the namespaces for which the last write of the catalogue was asked, and of the
+        last one written.
+        """
         self._namespace_texts = (-1, list[str]())
         """Namespaces as the catalogue has them, and their version."""
         self.catalogue = CatalogueWriter(self._prepare_catalogue)
@@ -194,6 +201,23 @@ class Engine:
         self.miss_ratios = MissRatios(self)
         self.watch = Watch(self)
         self.write_catalogue()
+
+    def _token_store(self) -> TokenStore:
+        folders = [path for tier in self.tiers for path in tier.directories][:1]
+        if self.arena.plan.folder is not None:
+            folders.append(self.arena.plan.folder)
+        return TokenStore(folders, self.shell.event_tokens, self.counters)
+
+    def gone(self, place: Place, keys: list[bytes]) -> list[bytes]:
+        """Return those blocks that are nowhere; none before it is known what the tiers have."""
+        if any(tier.recovering for tier in self.tiers):
+            return []
+        state = self.core.state
+        namespace = state.namespaces.find(place.namespace)
+        if namespace is None:
+            return keys
+        tiers = tiers_of(state, namespace, place.kv_group, keys)
+        return [keys[row] for row in np.flatnonzero(tiers == 0).tolist()]
 
     def _use_memory(self) -> None:
         """Let the core know which slabs have memory."""
@@ -370,7 +394,8 @@ class Engine:
         extents would not fit into a message.
         """
         shards = max(group.shards for group in contract.groups)
-        most = self.message_room // (EXTENT_BYTES * shards + KEY_BYTES_MAX)
+        each = EXTENT_BYTES * shards + KEY_BYTES_MAX + contract.token_bytes
+        most = self.message_room // each
         return max(1, min(self.limits.keys_max, most))
 
     @property

@@ -69,6 +69,7 @@ async def evict(
     if where != "ssd" and not keep_bytes:
         await unpin(engine, digest)
     memory = await _evict_memory(engine, digest, keep_bytes) if where != "ssd" else 0
+    engine.tokens.sweep()
     if where == "memory" or engine.tiering is None:
         return Removed(memory)
     if where == "all":
@@ -76,7 +77,9 @@ async def evict(
         while engine.core.writeback.writes(namespace) and engine.now() < end:
             await asyncio.sleep(_LOOK_S)
             memory += await _evict_memory(engine, digest, keep_bytes)
-    return Removed(memory, await _drop_copies(engine, digest))
+    copies = await _drop_copies(engine, digest)
+    engine.tokens.sweep()
+    return Removed(memory, copies)
 
 
 async def _drop_copies(engine: Engine, digest: bytes) -> int:
@@ -113,6 +116,7 @@ async def forget(
             the new epoch, which still holds until a restart.
     """
     epoch = engine.call(engine.core.bump_namespace, digest, expected, label)
+    engine.tokens.sweep()
     await engine.catalogue.written()
     if engine.ssd_catalogue.paths:
         await engine.ssd_catalogue.confirm()

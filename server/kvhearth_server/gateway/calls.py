@@ -70,10 +70,9 @@ class CallsConnection:
         self.owner = session.identity.name
         self.kept_bytes = 0
         self._closing = False
-        welcome, contract = session.welcome, session.contract
-        shards = max(group.shards for group in contract.groups)
+        welcome = session.welcome
         self._bounds: Mapping[int, tuple[str, int]] = body_bounds(
-            contract.hash_bytes, shards, welcome.keys_max, welcome.message_bytes_max
+            session.contract, welcome.keys_max, welcome.message_bytes_max
         )
         self._handlers: Mapping[str, Callable[[bytes, _Relay], _Answer]] = {
             "Heartbeat": self._heartbeat,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from kvhearth.failpoints import hit
 from kvhearth.model import I64, Bools, Tier
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
-from kvhearth_server.core.events import Cursor
+from kvhearth_server.core.events import Cursor, Event
 from kvhearth_server.core.groups import Group, SlotGrant
 from kvhearth_server.core.lookup import KeysItem, Presence
 from kvhearth_server.core.lower_tier import PromotionRequest
@@ -28,6 +29,7 @@ from kvhearth_server.core.reservations import Commit, Reserved
 from kvhearth_server.core.state import require
 from kvhearth_server.engine.engine import Engine
 from kvhearth_server.engine.sessions import Session
+from kvhearth_server.engine.token_store import Place
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.transport.messages import (
     COUNTERS_PER_HEARTBEAT_MAX,
@@ -43,6 +45,7 @@ from kvhearth_server.transport.messages import (
     keys_items,
     plain_error,
     slots_items,
+    told_tokens,
 )
 from kvhearth_server.transport.operators import bumped, check_label
 
@@ -123,12 +126,7 @@ class Dispatcher:
         engine = self._engine
         group = engine.core.state.group_of(session.number)
         contract = engine.core.state.namespaces.get(group.namespace).contract
-        return body_bounds(
-            contract.hash_bytes,
-            max(spec.shards for spec in contract.groups),
-            session.keys_max,
-            engine.shell.message_bytes_max,
-        )
+        return body_bounds(contract, session.keys_max, engine.shell.message_bytes_max)
 
     def parse(self, name: str, data: bytes) -> Any:
         """Parse the request of a call; only for admitted callers, because parsing can cost a
@@ -329,27 +327,38 @@ class Dispatcher:
             stored = engine.call_deferred(commit_few, caller.group, caller.namespace, epoch, few)
             if stored is not None:
                 self._used(caller, request, lookup=False)
-                return self._committed([few[0].kv_group], [np.array(stored)])
+                return self._committed(caller, request, [few[0].kv_group], [np.array(stored)])
         items = commit_items(contract, request.groups, caller.keys_max)
         commit = engine.core.writing.begin_commit(caller.session, request.epoch, items)
         engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
         self._used(caller, request, lookup=False)
         if commit.unfinished:
-            return self._commit_more(commit)
-        return self._committed([item.kv_group for item in items], commit.stored)
+            return self._commit_more(caller, request, commit)
+        return self._committed(caller, request, [item.kv_group for item in items], commit.stored)
 
-    async def _commit_more(self, commit: Commit) -> cache_pb2.CommitResponse:
+    async def _commit_more(
+        self, caller: CallContext, request: cache_pb2.CommitRequest, commit: Commit
+    ) -> cache_pb2.CommitResponse:
         """Bind in portions, and serve others in between."""
         while commit.unfinished:
             await asyncio.sleep(0)
             hit("commit.between")
             self._engine.call(commit.bind_some, BOUND_PER_TURN_MAX)
-        return self._committed([item.kv_group for item in commit.items], commit.stored)
+        kv_groups = [item.kv_group for item in commit.items]
+        return self._committed(caller, request, kv_groups, commit.stored)
 
     def _committed(
-        self, kv_groups: Sequence[int], stored: Sequence[Bools]
+        self,
+        caller: CallContext,
+        request: cache_pb2.CommitRequest,
+        kv_groups: Sequence[int],
+        stored: Sequence[Bools],
     ) -> cache_pb2.CommitResponse:
         engine = self._engine
+        for group in request.groups:
+            if group.tokens:
+                place = Place(caller.namespace.digest, group.group)
+                engine.tokens.keep(place, told_tokens(caller.contract, group))
         hit("commit.after")
         engine.core.state.count("commits")
         return cache_pb2.CommitResponse(boot_id=engine.boot_id, stored=bitmaps(kv_groups, stored))
@@ -492,6 +501,7 @@ class Dispatcher:
             label=label,
             relabel=request.relabel,
         )
+        engine.tokens.sweep()
         if (record := engine.sessions.find(caller.session)) is not None:
             bumped(record, epoch)
         reply = cache_pb2.BumpEpochResponse(boot_id=engine.boot_id, epoch=epoch)
@@ -501,10 +511,13 @@ class Dispatcher:
 
     def _events(
         self, request: cache_pb2.EventsRequest, caller: CallContext
-    ) -> cache_pb2.EventsResponse:
+    ) -> cache_pb2.EventsResponse | Awaitable[cache_pb2.EventsResponse]:
         engine, namespace = self._engine, caller.namespace
         # Each block may have an event of its own.
-        most = engine.message_room // (caller.contract.hash_bytes + _EVENT_BYTES)
+        size = caller.contract.hash_bytes + _EVENT_BYTES
+        if request.tokens:
+            size += 2 * caller.contract.hash_bytes + caller.contract.token_bytes
+        most = engine.message_room // size
         most = min(most, TOLD_PER_TURN_MAX)
         found = engine.core.following.read(
             caller.session,
@@ -528,6 +541,22 @@ class Dispatcher:
                 tier=each.tier,
                 cause=each.cause,
             )
+        if request.tokens:
+            return self._with_tokens(reply, found.events, namespace)
+        return reply
+
+    async def _with_tokens(
+        self, reply: cache_pb2.EventsResponse, events: Sequence[Event], namespace: Namespace
+    ) -> cache_pb2.EventsResponse:
+        """Add to a reply what the blocks hold that are somewhere."""
+        named = defaultdict[int, dict[bytes, None]](dict)
+        for event in events:
+            if event.tier:
+                named[event.kv_group].update(dict.fromkeys(event.keys))
+        for kv_group, names in named.items():
+            blocks = await self._engine.tokens.find(Place(namespace.digest, kv_group), list(names))
+            keys, parents, rows = (b"".join(block[at] for block in blocks) for at in range(3))
+            reply.tokens.add(group=kv_group, keys=keys, parents=parents, tokens=rows)
         return reply
 
     async def _confirmed(

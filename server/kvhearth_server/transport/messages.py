@@ -9,9 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from kvhearth.contract import Contract, GroupSpec
+from kvhearth.contract import TOKEN_BYTES, Contract, GroupSpec
 from kvhearth.errors import KVHearthError, Reason
-from kvhearth.model import CHECKSUM_BYTES, I64, U8, U32, PackedKeys, Tier, pack_bits, split_keys
+from kvhearth.model import (
+    CHECKSUM_BYTES,
+    I64,
+    U8,
+    U32,
+    PackedKeys,
+    Tier,
+    pack_bits,
+    split_keys,
+)
 from kvhearth.proto.v1 import cache_pb2, types_pb2
 from kvhearth.wire.frames import METHODS
 from kvhearth_server.core.commit import Chains, CommitItem
@@ -43,18 +52,25 @@ class TooManyParts(KVHearthError):
     """More groups than a call may have; such a caller's connection is closed."""
 
 
-@lru_cache(maxsize=64)
 def body_bounds(
-    hash_bytes: int, shards: int, keys_max: int, message_bytes_max: int
+    contract: Contract, keys_max: int, message_bytes_max: int
 ) -> Mapping[int, tuple[str, int]]:
     """Return each call's name and the most bytes of its body, by the call's kind.
 
     Args:
-        hash_bytes: length of a key.
-        shards: shards of a block, of the group with the most.
+        contract: of the caller.
         keys_max: keys that a call may name, and slots that a release may report.
         message_bytes_max: bytes of any message.
     """
+    shards = max(spec.shards for spec in contract.groups)
+    each = contract.hash_bytes, shards, contract.token_bytes
+    return _body_bounds(*each, keys_max, message_bytes_max)
+
+
+@lru_cache(maxsize=64)
+def _body_bounds(
+    hash_bytes: int, shards: int, tokens: int, keys_max: int, message_bytes_max: int
+) -> Mapping[int, tuple[str, int]]:
     groups, ids = GROUPS_PER_CALL_MAX * _GROUP_BYTES, IDS_PER_CALL_MAX * _ID_BYTES
     keys, slots = keys_max * hash_bytes + groups, keys_max * shards * 2 * _NUMBER_BYTES
     parents = (GROUPS_PER_CALL_MAX + keys_max) * hash_bytes + keys_max * _NUMBER_BYTES
@@ -62,7 +78,7 @@ def body_bounds(
         "Heartbeat": COUNTERS_PER_HEARTBEAT_MAX * _COUNTER_BYTES,
         "Lookup": keys,
         "Reserve": groups,
-        "Commit": keys + parents + slots + keys_max * shards * CHECKSUM_BYTES,
+        "Commit": keys + parents + slots + keys_max * (shards * CHECKSUM_BYTES + tokens),
         "Abort": groups + slots + ids,
         "Release": groups + 2 * ids + keys_max * 2 * _NUMBER_BYTES,
         "Prefetch": keys,
@@ -144,8 +160,33 @@ def commit_items(
         generations = _matrix(group.generations, len(keys), spec, "generations")
         sums = _checksums(group.checksums, len(keys), spec)
         chains = _chains(group, contract, len(keys))
+        _check_tokens(group.tokens, len(keys), spec)
         items.append(CommitItem(group.group, keys, slots, generations, sums, group.parent, chains))
     return items
+
+
+def _check_tokens(data: bytes, count: int, spec: GroupSpec) -> None:
+    size = count * spec.block_tokens * TOKEN_BYTES
+    require(
+        len(data) in (0, size),
+        Reason.BAD_KEYS,
+        f"tokens: {len(data)} bytes, not {size} for {count} keys",
+    )
+
+
+def told_tokens(
+    contract: Contract, group: cache_pb2.GroupCommit
+) -> list[tuple[bytes, bytes, bytes]]:
+    """Return the keys of a checked commit that tells tokens, each with the key before it (zeros:
+    none) and its tokens.
+    """
+    size, count = contract.hash_bytes, contract.groups[group.group].block_tokens
+    keys, tokens = split_keys(group.keys, size), split_keys(group.tokens, count * TOKEN_BYTES)
+    parents = [group.parent if len(group.parent) == size else bytes(size), *keys[:-1]]
+    starts = _numbers(group.chains, "chains").tolist()
+    for start, parent in zip(starts, split_keys(group.parents, size), strict=True):
+        parents[start] = parent
+    return list(zip(keys, parents, tokens, strict=True))
 
 
 def _chains(group: cache_pb2.GroupCommit, contract: Contract, key_count: int) -> Chains | None:
@@ -192,6 +233,8 @@ def few_commits(
         return None
     if len(group.checksums) not in (0, count * CHECKSUM_BYTES):
         return None
+    if group.tokens:
+        _check_tokens(group.tokens, count, group_spec(contract, group.group))
     sums = [b""] * count
     if group.checksums:
         sums = split_keys(group.checksums, CHECKSUM_BYTES)

@@ -185,9 +185,9 @@ class SchedulerConnector:
         # A step that may be the last one stores what it fills: no step may follow a request's end.
         run_tokens = 0 if self._steps_finish else DECODE_RUN_TOKENS
         self._requests = Requests(context, self._loads, run_tokens)
-        self.feed = BlockFeed(self._client) if facts.publishes else None
+        self.feed = BlockFeed(self._client, tokens=True) if facts.publishes else None
         """Where the daemon has blocks, to be published; None if nobody asks."""
-        self._stores = Stores(context, self._block_refs, self.feed)
+        self._stores = Stores(context, self._block_refs)
         self._retainer: Retainer | None = None
 
     # -- requests ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ commit is a call to the daemon, and the scheduler's thread makes none.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvhearth.connectors.core.block_feed import BlockFeed, BlockTokens
 from kvhearth.connectors.core.engine import (
     NULL_PAGE,
     UNBOUNDED_TOKENS,
@@ -22,8 +22,8 @@ from kvhearth.connectors.core.engine import (
     PagePool,
 )
 from kvhearth.connectors.core.step_metadata import Move, RankStored, StoreJob, WorkerReport
-from kvhearth.contract import GroupKind
-from kvhearth.model import CHECKSUM_BYTES, U8, Bools
+from kvhearth.contract import TOKENS_TOLD_MAX, GroupKind
+from kvhearth.model import CHECKSUM_BYTES, TOKENS_UNKNOWN, TOKENS_UNPUBLISHED, U8, Bools
 from kvhearth.results import CommitGroup
 from kvhearth.transfer.slot_pool import ReservationPool, Slots
 from kvhearth.worker_thread import SupervisedThread
@@ -95,16 +95,19 @@ class StorePart:
 
     Attributes:
         keys: n keys, chain after chain, each in chain order.
+        parents: the key of the block before each, empty for none.
         pages: the engine's n pages.
-        chains: (position of a chain's first key, the key before it or empty), ascending.
+        tokens: the ids of the tokens of each, as ``CommitGroup`` has them; empty if nobody
+            publishes them.
         granted: pieces of the slots that the blocks are copied to, in order.
         slots: all n slots, once the store is complete.
         outcomes: results of the ranks' copies, with their shard.
     """
 
     keys: list[bytes] = field(default_factory=list)
+    parents: list[bytes] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    chains: list[tuple[int, bytes]] = field(default_factory=list)
+    tokens: list[bytes] = field(default_factory=list)
     granted: list[Slots] = field(default_factory=list)
     outcomes: list[tuple[int, RankStored]] = field(default_factory=list)
     slots: Slots = field(init=False)
@@ -137,17 +140,17 @@ class StorePart:
         """Return the commit of the ``good`` (n,) blocks, at least one, with checksums of all n or
         none.
         """
-        if good.all():
-            return CommitGroup(self.keys, self.slots.extents, sums, chains=self.chains)
-        keys = [self.keys[at] for at in np.flatnonzero(good).tolist()]
-        ends = [at for at, _ in self.chains[1:]] + [len(good)]
-        chains, position = list[tuple[int, bytes]](), 0
-        for (begin, parent), end in zip(self.chains, ends, strict=True):
-            if count := int(np.count_nonzero(good[begin:end])):
-                chains.append((position, parent))
-                position += count
+        rows = np.flatnonzero(good).tolist()
+        keys, parents = [self.keys[row] for row in rows], [self.parents[row] for row in rows]
+        chains = [
+            (at, parent) for at, parent in enumerate(parents) if not at or parent != keys[at - 1]
+        ]
+        tokens = None
+        if self.tokens:
+            packed = b"".join(self.tokens[row] for row in rows)
+            tokens = np.frombuffer(packed, np.uint32).reshape(len(rows), -1)
         chosen = None if sums is None else sums[good]
-        return CommitGroup(keys, self.slots.extents[good], chosen, chains=chains)
+        return CommitGroup(keys, self.slots.extents[good], chosen, chains=chains, tokens=tokens)
 
 
 @dataclass(eq=False)
@@ -294,7 +297,7 @@ class Progress:
 
 class _Run(NamedTuple):
     """Blocks of one group that one request stores, in chain order: their positions in the request,
-    their pages and their keys, and the key before the first.
+    their pages and their keys, and the key of the block before each.
     """
 
     progress: Progress
@@ -302,7 +305,7 @@ class _Run(NamedTuple):
     blocks: list[int]
     pages: list[int]
     keys: list[bytes]
-    parent: bytes
+    parents: list[bytes]
 
 
 STORE_BLOCKS_MAX = 1024
@@ -315,13 +318,10 @@ class Stores:
     Args:
         context: the engine's shared objects.
         block_refs: references to the engine's pages.
-        feed: hears what stored blocks hold; None if nobody asks.
     """
 
-    def __init__(
-        self, context: Context, block_refs: BlockRefs, feed: BlockFeed | None = None
-    ) -> None:
-        self._feed = feed
+    def __init__(self, context: Context, block_refs: BlockRefs) -> None:
+        self._publishes = context.facts.publishes
         self._client = context.client
         self._clock = context.client.clock
         self._groups = context.groups
@@ -434,7 +434,8 @@ class Stores:
         key_of, hashes, salt = self._groups.key, progress.hashes, progress.key_salt or b""
         under_way, present = self._committer.under_way[group], progress.present.get(group)
         known = 0 if present is None else len(present)
-        blocks, chosen, keys, examined = list[int](), list[int](), list[bytes](), 0
+        blocks, chosen, examined = list[int](), list[int](), 0
+        keys, parents = list[bytes](), list[bytes]()
         for block in candidates:
             if len(keys) == room:
                 break
@@ -444,13 +445,16 @@ class Stores:
                 continue
             key = key_of(group, hashes, block, salt)
             if key not in under_way:
+                if blocks and blocks[-1] == block - 1:
+                    parents.append(keys[-1])
+                else:
+                    parents.append(key_of(group, hashes, block - 1, salt) if block else b"")
                 blocks.append(block)
                 chosen.append(page)
                 keys.append(key)
         if keys:
             under_way.update(keys)
-            parent = key_of(group, hashes, blocks[0] - 1, salt) if blocks[0] else b""
-            self._chosen.append(_Run(progress, group, blocks, chosen, keys, parent))
+            self._chosen.append(_Run(progress, group, blocks, chosen, keys, parents))
         return len(keys), examined
 
     def _states(
@@ -491,25 +495,27 @@ class Stores:
                 block = min(run.progress.next_block[group], run.blocks[taken])
                 run.progress.next_block[group], run.progress.due_tokens = block, 0
             if taken:
-                part.chains.append((len(part.keys), run.parent))
                 part.keys += run.keys[:taken]
+                part.parents += run.parents[:taken]
                 part.pages += run.pages[:taken]
-                if self._feed is not None:
-                    self._describe(self._feed, run, taken)
+                part.tokens += self._tokens(run, taken)
         if store is not None:
             part.granted.append(slots)
             self._block_refs.hold(store.number, part.pages[before:])
 
-    def _describe(self, feed: BlockFeed, run: _Run, count: int) -> None:
-        """Tell what a run's blocks hold, unless an adapter has a part in it."""
+    def _tokens(self, run: _Run, count: int) -> list[bytes]:
+        """Return what the first ``count`` blocks of a run hold, as ``CommitGroup`` tells it: of
+        those in which an adapter has a part nothing is to be published.
+        """
         progress, size = run.progress, self._groups.specs[run.group].block_tokens
-        for block, key in zip(run.blocks[:count], run.keys[:count], strict=True):
-            holds = None
-            if not progress.key_salt:
-                before = self._groups.key(run.group, progress.hashes, block - 1) if block else b""
-                tokens = (progress.token_ids or ())[block * size : (block + 1) * size]
-                holds = BlockTokens(before, tuple(tokens))
-            feed.describe(run.group, key, holds)
+        if not self._publishes or size > TOKENS_TOLD_MAX:
+            return []
+        blank = TOKENS_UNPUBLISHED if progress.key_salt else TOKENS_UNKNOWN
+        nothing, ids = array("I", [blank]) * size, progress.token_ids
+        if progress.key_salt or not ids:
+            return [nothing.tobytes()] * count
+        tokens = [array("I", ids[at * size : (at + 1) * size]) for at in run.blocks[:count]]
+        return [(row if len(row) == size else nothing).tobytes() for row in tokens]
 
     def _store_for(self, slots: Slots) -> OpenStore:
         """Return the planned store if more slots fit into it; otherwise plan another one."""

@@ -21,10 +21,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_conv
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvhearth.connectors.core.block_feed import BlockChange, BlockFeed, BlockTokens
+from kvhearth.connectors.core.block_feed import BlockChange, BlockFeed
 from kvhearth.connectors.core.engine import EngineGroups
 from kvhearth.contract import GroupKind, GroupSpec
 from kvhearth.model import Tier
+from kvhearth.results import BlockTokens
 
 _PLACES = {
     Tier.DRAM: (MEDIUM_CPU, "LOCAL"),

@@ -257,6 +257,7 @@ class GroupCommit(google.protobuf.message.Message):
     PARENT_FIELD_NUMBER: builtins.int
     CHAINS_FIELD_NUMBER: builtins.int
     PARENTS_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
     group: builtins.int
     keys: builtins.bytes
     slots: builtins.bytes
@@ -271,6 +272,10 @@ class GroupCommit(google.protobuf.message.Message):
     before it (zeros: none). `parent` is then not read.
     """
     parents: builtins.bytes
+    tokens: builtins.bytes
+    """For those who publish events: n x block tokens ids (u32), kept as they are; or empty. What a block is told with that
+    holds more than tokens, or is not to be published, is the clients' matter.
+    """
     def __init__(
         self,
         *,
@@ -282,8 +287,9 @@ class GroupCommit(google.protobuf.message.Message):
         parent: builtins.bytes = ...,
         chains: builtins.bytes = ...,
         parents: builtins.bytes = ...,
+        tokens: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chains", b"chains", "checksums", b"checksums", "generations", b"generations", "group", b"group", "keys", b"keys", "parent", b"parent", "parents", b"parents", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chains", b"chains", "checksums", b"checksums", "generations", b"generations", "group", b"group", "keys", b"keys", "parent", b"parent", "parents", b"parents", "slots", b"slots", "tokens", b"tokens"]) -> None: ...
 
 global___GroupCommit = GroupCommit
 
@@ -636,22 +642,53 @@ class EventsRequest(google.protobuf.message.Message):
     CURSOR_FIELD_NUMBER: builtins.int
     BLOCKS_MAX_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
     cursor: builtins.str
     """`next` of the last answer; empty to begin."""
     blocks_max: builtins.int
     """About how many blocks the answer may name; the daemon has a bound of its own, which 0 stands for."""
     epoch: builtins.int
     """The weights epoch that the engine runs with."""
+    tokens: builtins.bool
+    """Tell what the blocks hold, too."""
     def __init__(
         self,
         *,
         cursor: builtins.str = ...,
         blocks_max: builtins.int = ...,
         epoch: builtins.int = ...,
+        tokens: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_max", b"blocks_max", "cursor", b"cursor", "epoch", b"epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_max", b"blocks_max", "cursor", b"cursor", "epoch", b"epoch", "tokens", b"tokens"]) -> None: ...
 
 global___EventsRequest = EventsRequest
+
+@typing.final
+class BlockTokens(google.protobuf.message.Message):
+    """What blocks of one group hold, as their commits told it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    PARENTS_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    keys: builtins.bytes
+    parents: builtins.bytes
+    """The key before each (zeros: none), and its tokens as in GroupCommit."""
+    tokens: builtins.bytes
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        keys: builtins.bytes = ...,
+        parents: builtins.bytes = ...,
+        tokens: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "keys", b"keys", "parents", b"parents", "tokens", b"tokens"]) -> None: ...
+
+global___BlockTokens = BlockTokens
 
 @typing.final
 class BlockEvent(google.protobuf.message.Message):
@@ -694,6 +731,7 @@ class EventsResponse(google.protobuf.message.Message):
     NEXT_FIELD_NUMBER: builtins.int
     LOST_FIELD_NUMBER: builtins.int
     LISTING_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
     boot_id: builtins.str
     next: builtins.str
     lost: builtins.int
@@ -702,6 +740,10 @@ class EventsResponse(google.protobuf.message.Message):
     """The list of the blocks that are there goes on in the next answer; what has changed meanwhile follows it."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockEvent]: ...
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockTokens]:
+        """Of the events' blocks, if it was asked for and as far as it is known."""
+
     def __init__(
         self,
         *,
@@ -710,7 +752,8 @@ class EventsResponse(google.protobuf.message.Message):
         next: builtins.str = ...,
         lost: builtins.int = ...,
         listing: builtins.bool = ...,
+        tokens: collections.abc.Iterable[global___BlockTokens] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "events", b"events", "listing", b"listing", "lost", b"lost", "next", b"next"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "events", b"events", "listing", b"listing", "lost", b"lost", "next", b"next", "tokens", b"tokens"]) -> None: ...
 
 global___EventsResponse = EventsResponse

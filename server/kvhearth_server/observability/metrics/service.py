@@ -217,7 +217,7 @@ SERVICE: tuple[Metric, ...] = (
             *("admin_door", "attach", "attach_connection", "calls", "catalogue", "drains"),
             *("files", "garbage", "gateway", "http_accept", "http_path", "http_tick"),
             *("lag", "miss_ratios", "pins"),
-            *("populate", "recovery", "reload", "sum", "tiering", "trim"),
+            *("populate", "recovery", "reload", "sum", "tiering", "tokens", "trim"),
             *("verify", "watch", "watchdog"),
         },
     ),
@@ -249,6 +249,11 @@ SERVICE: tuple[Metric, ...] = (
         "kvhearth_events_lost_total",
         "Changes of blocks that an engine which follows them did not read in time.",
         "Rising: an engine follows too slowly, and lists its namespace's blocks each time.",
+    ),
+    counter(
+        "kvhearth_block_tokens_lost_total",
+        "Blocks whose tokens could not be kept or read for events.",
+        "Rising: routers are told blocks that they cannot match; the log has block_tokens.failed.",
     ),
     CLIENTS.count(
         "kvhearth_client_copy_bytes_total",
