@@ -38,9 +38,11 @@ from kvhearth_server.engine.engine import Engine, EngineLimits, Reloaded
 from kvhearth_server.engine.populating import populate
 from kvhearth_server.engine.supervisor import Supervisor, collect_when_idle, spare_survivors
 from kvhearth_server.engine.tiering.manager import DegradedLog, drive, written
+from kvhearth_server.engine.token_store import TokenStore
 from kvhearth_server.gateway.credentials import Credentials
 from kvhearth_server.gateway.process import GatewayProcess
 from kvhearth_server.memory.arena import Arena, open_arena
+from kvhearth_server.memory.mapping import FilesystemKind, filesystem_kind
 from kvhearth_server.memory.plan import ArenaPlan
 from kvhearth_server.observability import logs
 from kvhearth_server.observability import systemd as notify
@@ -211,10 +213,21 @@ def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Eng
     counters = Counters(COUNTERS)
     bounds = _named(settings, EngineLimits)
     shell = EngineLimits(**bounds | {"remote_write": PublishPolicy(settings.remote_write)})
-    engine = Engine(arena, _limits(settings), shell, counters, tiers=tiers)
+    tokens = TokenStore(_tokens_folder(settings, arena, tiers), settings.event_tokens, counters)
+    engine = Engine(arena, _limits(settings), shell, counters, tiers=tiers, tokens=tokens)
     if settings.shared_index:
         engine.share_index()
     return engine
+
+
+def _tokens_folder(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Path | None:
+    """Return a directory whose files live as long as blocks do; None if none live on."""
+    drives = [path for tier in tiers for path in tier.directories]
+    if drives or not arena.durable or arena.plan.folder is None:
+        return next(iter(drives), None)
+    kind = filesystem_kind(arena.plan.folder).kind
+    # Nobody can write to a file on hugetlbfs.
+    return settings.socket_dir if kind is FilesystemKind.HUGETLBFS else arena.plan.folder
 
 
 async def _serve(

@@ -92,7 +92,6 @@ class FakePlan:
     """The part of ``ArenaPlan`` that the engine reads."""
 
     geometry: Geometry
-    folder: Path | None = None
 
 
 class FakeArena:

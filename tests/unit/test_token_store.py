@@ -39,9 +39,9 @@ def keys_of(some: Sequence[Block]) -> list[bytes]:
 class Rig:
     """A store whose file is in a directory."""
 
-    def __init__(self, *folders: Path, bytes_max: int = MIB) -> None:
+    def __init__(self, folder: Path, bytes_max: int = MIB) -> None:
         self.counters = Counters(COUNTERS)
-        self.store = TokenStore(folders, bytes_max, self.counters)
+        self.store = TokenStore(folder, bytes_max, self.counters)
 
     def find(self, place: Place, some: Sequence[Block]) -> list[Block]:
         """What is known of blocks."""

@@ -149,7 +149,8 @@ class Settings(BaseSettings):
         ge=0,
         description="Limit of the file with the token ids of stored blocks, which routers need in "
         "the events of engines that publish them: 4 bytes a token and 100 a block. It is in the "
-        "first of ssd_dirs, else in arena_dir, else in memory. 0: none are kept.",
+        "first of ssd_dirs, else in arena_dir (on hugetlbfs: in socket_dir), else in memory. 0: "
+        "none are kept.",
     )
     message_bytes_max: Size = Field(
         4 << 20, ge=64 << 10, le=1 << 30, description="Maximum size of a message."

@@ -88,7 +88,6 @@ class EngineLimits:
     message_bytes_max: int
     drain_grace_s: float
     drain_grace_no_pidfd_s: float
-    event_tokens: int = 0
     remote_write: PublishPolicy = PublishPolicy.REUSE
 
 
@@ -142,6 +141,7 @@ class Engine:
         counters: Counters,
         *,
         tiers: Sequence[Tier] = (),
+        tokens: TokenStore | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.boot_id = secrets.token_hex(16)
@@ -182,7 +182,7 @@ class Engine:
             [path for tier in tiers for path in tier.directories], counters
         )
         self.core.state.writeback_queue.on = any(not tier.shared for tier in tiers)
-        self.tokens = self._token_store()
+        self.tokens = tokens or TokenStore(None, 0, counters)
         self._noted_version, self._written_version = 0, -1
         """Version of the namespaces for which the last write of the catalogue was asked, and of the
         last one written.
@@ -201,12 +201,6 @@ class Engine:
         self.miss_ratios = MissRatios(self)
         self.watch = Watch(self)
         self.write_catalogue()
-
-    def _token_store(self) -> TokenStore:
-        folders = [path for tier in self.tiers for path in tier.directories][:1]
-        if self.arena.plan.folder is not None:
-            folders.append(self.arena.plan.folder)
-        return TokenStore(folders, self.shell.event_tokens, self.counters)
 
     def gone(self, place: Place, keys: list[bytes]) -> list[bytes]:
         """Return those blocks that are nowhere; none before it is known what the tiers have."""

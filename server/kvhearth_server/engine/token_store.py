@@ -78,13 +78,14 @@ class TokenStore:
     """Tokens of blocks in a file that a thread reads and writes.
 
     Args:
-        folders: directories for the file, the best first; if none can have it, it is in memory.
+        folder: directory for the file; if there is none, or it cannot have the file, it is in
+            memory.
         bytes_max: most bytes of the file, 0 to keep nothing. What does not fit is lost.
         counters: counts blocks whose tokens were lost.
     """
 
-    def __init__(self, folders: Sequence[Path], bytes_max: int, counters: Counters) -> None:
-        self._files = [folder / FILE_NAME for folder in folders]
+    def __init__(self, folder: Path | None, bytes_max: int, counters: Counters) -> None:
+        self._path = None if folder is None else folder / FILE_NAME
         self._pages_max = bytes_max // _PAGE_BYTES
         self._counters = counters
         self._jobs: deque[tuple[Callable[[], None], int]] = deque()
@@ -96,7 +97,6 @@ class TokenStore:
         """Number of blocks to examine, and the last one that was examined."""
         self._more = asyncio.Event()
         self._base: sqlite3.Connection | None = None
-        self._path: Path | None = None
         self._told_at = -_TELL_AGAIN_S
 
     def keep(self, place: Place, blocks: Sequence[Block]) -> None:
@@ -231,20 +231,18 @@ class TokenStore:
             base.executemany("DELETE FROM blocks WHERE (place, key) = (?, ?)", names)
 
     def _open(self) -> sqlite3.Connection:
-        """Return the open file: of the first directory that can have it, else in memory."""
-        if self._base is not None:
-            return self._base
-        for path in self._files:
-            for _ in range(2):
-                try:
-                    self._base, self._path = _opened(path, self._pages_max), path
-                    return self._base
-                except (OSError, sqlite3.Error) as error:
-                    self._tell(error, path=str(path))
-                    if not _damaged(error):
-                        break
-                    _remove(path)
-        self._base = _set_up(sqlite3.connect(":memory:"), self._pages_max)
+        """Return the open file, or one in memory if the directory cannot have it."""
+        if self._base is None and self._path is not None:
+            try:
+                self._base = _opened(self._path, self._pages_max)
+            except (OSError, sqlite3.Error) as error:
+                self._tell(error, path=str(self._path))
+                if _damaged(error):
+                    _remove(self._path)
+                    self._base = _opened(self._path, self._pages_max)
+        if self._base is None:
+            self._path = None
+            self._base = _set_up(sqlite3.connect(":memory:"), self._pages_max)
         return self._base
 
     def _failed(self, error: OSError | sqlite3.Error, lost: int) -> None:
