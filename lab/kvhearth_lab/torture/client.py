@@ -212,9 +212,11 @@ class Worker:
         elif choice < 0.9:
             taken = engine.reserve(rng.randint(1, 6))
             end = partial(engine.client.abort, taken.groups, boot_id=taken.boot_id)
-            if rng.random() < 0.7:
-                end(in_doubt=rng.random() < 0.5)
-            else:
+            ended = rng.random() < 0.7
+            doubted = ended and rng.random() < 0.5
+            if ended:
+                end(in_doubt=doubted)
+            if doubted or not ended:
                 self._left.append(end)
         elif choice < 0.94:
             engine.pin(self._some(4), 0.3)
