@@ -213,21 +213,23 @@ def _open_engine(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Eng
     counters = Counters(COUNTERS)
     bounds = _named(settings, EngineLimits)
     shell = EngineLimits(**bounds | {"remote_write": PublishPolicy(settings.remote_write)})
-    tokens = TokenStore(_tokens_folder(settings, arena, tiers), settings.event_tokens, counters)
+    tokens = TokenStore(*_tokens_place(settings, arena), counters)
     engine = Engine(arena, _limits(settings), shell, counters, tiers=tiers, tokens=tokens)
     if settings.shared_index:
         engine.share_index()
     return engine
 
 
-def _tokens_folder(settings: Settings, arena: Arena, tiers: Sequence[Tier]) -> Path | None:
-    """Return a directory whose files live as long as blocks do; None if none live on."""
-    drives = [path for tier in tiers for path in tier.directories]
-    if drives or not arena.durable or arena.plan.folder is None:
-        return next(iter(drives), None)
-    kind = filesystem_kind(arena.plan.folder).kind
-    # Nobody can write to a file on hugetlbfs.
-    return settings.socket_dir if kind is FilesystemKind.HUGETLBFS else arena.plan.folder
+def _tokens_place(settings: Settings, arena: Arena) -> tuple[Path | None, int]:
+    """Return a directory whose files live as long as blocks do, None if none live on, and the bytes
+    for tokens there.
+    """
+    if settings.ssd_token_bytes:
+        return settings.ssd_dirs[0].path, settings.ssd_token_bytes
+    folder = arena.plan.folder if arena.durable else None
+    if folder is not None and filesystem_kind(folder).kind is FilesystemKind.HUGETLBFS:
+        folder = settings.socket_dir  # nobody can write to a file on hugetlbfs
+    return folder, settings.event_tokens
 
 
 async def _serve(

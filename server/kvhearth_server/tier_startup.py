@@ -12,7 +12,6 @@ from pathlib import Path
 from kvhearth.errors import KVHearthError, Reason
 from kvhearth.model import U8
 from kvhearth_server.config.load import Settings
-from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.memory.arena import Arena
 from kvhearth_server.memory.mapping import HugepagePolicy, Segment
 from kvhearth_server.memory.segments import create_segment
@@ -207,7 +206,7 @@ def tier_settings(settings: Settings) -> SsdSettings:
     Raises:
         KVHearthError: ``config_invalid``: two names stand for one directory.
     """
-    places = [SsdDirectorySpec(each.path, each.bytes - RESERVE_BYTES) for each in settings.ssd_dirs]
+    places = [SsdDirectorySpec(each.path, settings.ssd_room(each)) for each in settings.ssd_dirs]
     try:
         return SsdSettings(
             places=tuple(places),

@@ -19,7 +19,7 @@ from support.remote_raw import gateway
 
 import kvhearth
 from kvhearth.client import KVClient
-from kvhearth.connectors.core.block_feed import BlockFeed
+from kvhearth.connectors.core.block_feed import BlockChange, BlockFeed
 from kvhearth.contract import namespace_digest
 from kvhearth.errors import Reason
 from kvhearth.model import TOKENS_UNKNOWN, TOKENS_UNPUBLISHED, U32, Tier
@@ -158,10 +158,15 @@ def test_tokens_are_neither_kept_where_that_is_off_nor_taken_if_they_are_wrong()
     keys, tokens = new_keys(10), np.ones((10, 16), np.uint32)
     with running_daemon(event_tokens=0) as daemon, cached_engine(daemon.url()) as engine:
         store_told(engine.client, keys, tokens)
-        found = engine.client.events(tokens=True)
-        while not found.events:
-            found = engine.client.events(found.cursor, tokens=True)
-        assert ([key for each in found.events for key in each.keys], found.tokens) == (keys, {})
+        feed, told = BlockFeed(engine.client, tokens=True), list[BlockChange]()
+
+        def all_told() -> bool:
+            told.extend(feed.take())
+            return len(told) == len(keys)
+
+        until(all_told, "it knows of all")
+        assert feed.close(HUNG_S)
+        assert [(each.key, each.holds) for each in told] == [(key, None) for key in keys]
         got = engine.client.reserve({0: 10})
         told = CommitGroup(new_keys(10), got.groups[0], tokens=tokens[:, :15])
         assert engine.client.commit({0: told}, boot_id=got.boot_id).reason == Reason.BAD_KEYS

@@ -28,7 +28,7 @@ from kvhearth_server.tiers.ssd.format import (
 PAGE = 64 << 10
 CONTRACT = contract_of(PAGE, shards=2)
 MEMORY, CONFIG = 3, 2
-CAPACITY = (64 << 20) - RESERVE_BYTES
+CAPACITY = (64 << 20) - (1 << 20) - RESERVE_BYTES
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -27,7 +27,6 @@ from kvhearth_server.config.value_types import (
     parse_size,
     parse_tenant,
 )
-from kvhearth_server.engine.epoch_store import RESERVE_BYTES
 from kvhearth_server.tiers.ssd.settings import SEGMENTS_LEAST, segment_bytes_for, segments_max
 
 HERE = {"socket_dir": "/run/kvhearth"}
@@ -298,8 +297,8 @@ def test_ssd_directories_from_flags_environment_and_file(
 
 @cases("size", ["268MiB", "1GiB", "3TiB", "1024TiB"])
 def test_what_is_said_to_be_enough_is_what_the_tier_takes(size: str) -> None:
-    (place,) = load_settings({"ssd_dirs": [f"/mnt/kv={size}"]}).ssd_dirs
-    room = place.bytes - RESERVE_BYTES
+    settings = load_settings({"ssd_dirs": [f"/mnt/kv={size}"]})
+    room = settings.ssd_room(settings.ssd_dirs[0])
     assert segments_max(room, segment_bytes_for(room)) >= SEGMENTS_LEAST
 
 

@@ -16,7 +16,7 @@ from kvhearth_server.engine.epoch_store import RESERVE_BYTES, EpochStore
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.metrics import COUNTERS
 from kvhearth_server.ownership import foreign, read_own, read_secret, socket_mask
-from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
+from kvhearth_server.tiers.base import NAMESPACES_NAME
 from kvhearth_server.tiers.ssd.files import Files
 from kvhearth_server.transport.attach import Admission, Tenancy
 
@@ -112,7 +112,7 @@ def test_the_namespaces_do_not_follow_a_planted_link(tmp_path: Path) -> None:
     target.write_bytes(b"theirs")
     folder = tmp_path / "kv"
     folder.mkdir()
-    (folder / NAMESPACES_FRESH_NAME).symlink_to(target)
+    (folder / f"{NAMESPACES_NAME}.new").symlink_to(target)
     catalogue = EpochStore([folder], Counters(COUNTERS))
     catalogue.write({"lineage": "a", "next_session": 1, "epoch_floor": 0}, [])
     asyncio.run(catalogue.confirm())

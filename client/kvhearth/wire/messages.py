@@ -446,7 +446,8 @@ def put_commit(contract: Contract, groups: Any, group: int, commit: CommitGroup)
 def _pack_tokens(contract: Contract, group: int, commit: CommitGroup) -> bytes:
     if commit.tokens is None:
         return b""
-    tokens, shape = commit.tokens, (len(commit.keys), contract.groups[group].block_tokens)
+    tokens = np.asarray(commit.tokens)
+    shape = len(commit.keys), contract.groups[group].block_tokens
     if tokens.shape != shape or tokens.dtype != np.uint32:
         raise KVHearthError(
             Reason.BAD_KEYS, f"group {group}: tokens must be uint32 of {shape[0]} x {shape[1]}"

@@ -29,6 +29,7 @@ from kvhearth_server.config.value_types import (
     Remote,
     Seconds,
     Size,
+    SsdDir,
     SsdDirs,
     Tenants,
     TenantSetting,
@@ -48,6 +49,8 @@ PAGE_BYTES = 4096
 MIB = 1 << 20
 SSD_SEGMENT_BYTES_LEAST = 64 << 10
 SSD_DIR_BYTES_MAX = 1 << 50
+SSD_TOKENS_PART = 64
+"""Tokens get at most this part of an SSD directory: blocks are 100 times as large, or more."""
 SOCKET_PATH_BYTES_MAX = 107  # sun_path is 108 bytes and ends in a zero
 
 
@@ -149,8 +152,8 @@ class Settings(BaseSettings):
         ge=0,
         description="Limit of the file with the token ids of stored blocks, which routers need in "
         "the events of engines that publish them: 4 bytes a token and 100 a block. It is in the "
-        "first of ssd_dirs, else in arena_dir (on hugetlbfs: in socket_dir), else in memory. 0: "
-        "none are kept.",
+        "first of ssd_dirs, of which it has at most a 64th part, else in arena_dir (on hugetlbfs: "
+        "in socket_dir), else in memory. 0: none are kept.",
     )
     message_bytes_max: Size = Field(
         4 << 20, ge=64 << 10, le=1 << 30, description="Maximum size of a message."
@@ -487,7 +490,7 @@ class Settings(BaseSettings):
             for path in sorted({path for path in paths if paths.count(path) > 1})
         ]
         for each in self.ssd_dirs:
-            room = max(0, each.bytes - RESERVE_BYTES)
+            room = max(0, self.ssd_room(each))
             segment = wanted or segment_bytes_for(room)
             least = RESERVE_BYTES + capacity_least(segment)
             if each.bytes < least:
@@ -516,6 +519,28 @@ class Settings(BaseSettings):
                 f"{format_size(whole)}; give them less"
             )
         return problems
+
+    def ssd_room(self, place: SsdDir) -> int:
+        """Return the bytes of an SSD directory that are for blocks."""
+        from kvhearth_server.engine.epoch_store import RESERVE_BYTES
+
+        tokens = self.ssd_token_bytes if place == self.ssd_dirs[0] else 0
+        return place.bytes - RESERVE_BYTES - tokens
+
+    @property
+    def ssd_token_bytes(self) -> int:
+        """Bytes of the first SSD directory that are for tokens; none if it has just enough for
+        blocks.
+        """
+        if not self.ssd_dirs:
+            return 0
+        from kvhearth_server.engine.epoch_store import RESERVE_BYTES
+        from kvhearth_server.tiers.ssd.settings import capacity_least, segment_bytes_for
+
+        size = self.ssd_dirs[0].bytes
+        room = max(0, size - RESERVE_BYTES)
+        spare = room - capacity_least(self.ssd_segment_bytes or segment_bytes_for(room))
+        return max(0, min(self.event_tokens, size // SSD_TOKENS_PART, spare))
 
     def ssd_quotas(self) -> dict[str, float]:
         """Return the part of the SSD tier that each tenant may use, 0 to 1."""

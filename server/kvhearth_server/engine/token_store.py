@@ -22,16 +22,15 @@ from kvhearth.worker_thread import SupervisedThread
 from kvhearth_server.observability.counters import Counters
 from kvhearth_server.observability.logs import get_logger
 from kvhearth_server.ownership import check_own
+from kvhearth_server.tiers.base import TOKENS_NAME
 
-FILE_NAME = "tokens"
 _FORMAT = 1
 _PAGE_BYTES = 4096
 _SET_UP = f"""
     PRAGMA page_size = {_PAGE_BYTES};
     PRAGMA locking_mode = EXCLUSIVE;
     PRAGMA journal_mode = WAL;
-    PRAGMA synchronous = NORMAL;
-    PRAGMA wal_autocheckpoint = 1024;
+    PRAGMA synchronous = OFF; -- a power cut may cost hints, a flush would cost a drive's time
     PRAGMA cache_size = -8192;
     PRAGMA journal_size_limit = 0;
     PRAGMA user_version = {_FORMAT};
@@ -80,13 +79,14 @@ class TokenStore:
     Args:
         folder: directory for the file; if there is none, or it cannot have the file, it is in
             memory.
-        bytes_max: most bytes of the file, 0 to keep nothing. What does not fit is lost.
+        bytes_max: most bytes of the file and its log, 0 to keep nothing. What does not fit is
+            lost.
         counters: counts blocks whose tokens were lost.
     """
 
     def __init__(self, folder: Path | None, bytes_max: int, counters: Counters) -> None:
-        self._path = None if folder is None else folder / FILE_NAME
-        self._pages_max = bytes_max // _PAGE_BYTES
+        self._path = None if folder is None else folder / TOKENS_NAME
+        self._pages_max = bytes_max // _PAGE_BYTES * 3 // 4  # the rest is for the log
         self._counters = counters
         self._jobs: deque[tuple[Callable[[], None], int]] = deque()
         """What the thread has to do, and for how many blocks."""
@@ -201,11 +201,13 @@ class TokenStore:
     def _keep(self, place: Place, blocks: Sequence[Block]) -> None:
         with self._open() as base:
             base.execute("INSERT OR IGNORE INTO places(namespace, kv_group) VALUES (?, ?)", place)
-            number = _number(base, place)
-            base.executemany(
-                "INSERT OR REPLACE INTO blocks(place, key, parent, tokens) VALUES (?, ?, ?, ?)",
-                ((number, *block) for block in blocks),
-            )
+        number, most = _number(base, place), _log_pages(self._pages_max)
+        for start in range(0, len(blocks), most):
+            with base:
+                base.executemany(
+                    "INSERT OR REPLACE INTO blocks(place, key, parent, tokens) VALUES (?, ?, ?, ?)",
+                    ((number, *block) for block in blocks[start : start + most]),
+                )
 
     def _find(self, place: Place, keys: Sequence[bytes]) -> list[Block]:
         base = self._open()
@@ -271,6 +273,13 @@ def _number(base: sqlite3.Connection, place: Place) -> int:
     return int((found.fetchone() or (0,))[0])
 
 
+def _log_pages(pages_max: int) -> int:
+    """Return the pages of the log beyond which it is written into the file. A change of as many
+    blocks changes about as many pages.
+    """
+    return max(1, min(512, pages_max // 8))
+
+
 def _opened(path: Path, pages_max: int) -> sqlite3.Connection:
     """Open a file, or make it.
 
@@ -297,6 +306,7 @@ def _set_up(base: sqlite3.Connection, pages_max: int) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"its format is {made_by}, not {_FORMAT}")
         base.executescript(_SET_UP)
         base.execute(f"PRAGMA max_page_count = {pages_max}")
+        base.execute(f"PRAGMA wal_autocheckpoint = {_log_pages(pages_max)}")
     except sqlite3.Error:
         base.close()
         raise

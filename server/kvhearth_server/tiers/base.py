@@ -602,8 +602,10 @@ class Bucket:
         self._level = self.left(now) - amount
 
 
-NAMESPACES_NAME, NAMESPACES_FRESH_NAME = "namespaces", "namespaces.new"
-"""Files that are not the tier's. Their writer keeps room for them beside each place's capacity."""
+NAMESPACES_NAME = "namespaces"
+TOKENS_NAME = "tokens"
+FOREIGN_NAMES = {NAMESPACES_NAME, "namespaces.new", TOKENS_NAME, "tokens-wal", "tokens-journal"}
+"""Files in the tier's directories that are not its own. They have room beside its capacity."""
 
 
 class DirectoryError(Exception):

@@ -75,7 +75,7 @@ SSD: tuple[Metric, ...] = (
     DIRECTORIES.field(
         "kvhearth_ssd_capacity_bytes",
         "Most that the blocks of a directory may take, by the file system's own count: its size as "
-        "it was given, less 10 MiB for the namespaces' catalogue.",
+        "it was given, less 10 MiB for the namespaces' catalogue, and the first one's tokens.",
         "The whole that file_bytes is a part of.",
     ),
     DIRECTORIES.field(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvhearth_server.ownership import check_own, sync_directory
-from kvhearth_server.tiers.base import NAMESPACES_FRESH_NAME, NAMESPACES_NAME
+from kvhearth_server.tiers.base import FOREIGN_NAMES
 from kvhearth_server.tiers.ssd.disk.queues import reserve
 from kvhearth_server.tiers.ssd.format import PAGE_BYTES
 
@@ -135,12 +135,12 @@ class Files:
 
     def allocated_bytes(self, path: Path) -> int:
         """Return the bytes that a directory and its files take by the file system's own count,
-        except the namespaces' files, which have room of their own.
+        except those that are not the tier's.
         """
         total = path.stat().st_blocks * 512
         with os.scandir(path) as entries:
             for entry in entries:
-                if entry.name in (NAMESPACES_NAME, NAMESPACES_FRESH_NAME):
+                if entry.name in FOREIGN_NAMES:
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     total += entry.stat(follow_symlinks=False).st_blocks * 512
